@@ -1,0 +1,12 @@
+//! Host memory: where state lives (the arena), and borrowed tensors of any strides. It knows bytes and layouts, neither
+//! parameters nor steps.
+
+mod arena;
+mod layout;
+mod strided;
+mod sys;
+
+pub use arena::{ALIGNMENT, Arena, Element, Plane, Slab, SlabHandle, plane_bytes};
+pub use layout::{Layout, share_memory};
+pub use strided::{StridedMut, StridedRef, Walks};
+pub use sys::{HUGE_PAGE, page_size};
