@@ -2,6 +2,7 @@
 //! neither Python nor torch; all its memory accesses are safe, through `memory`'s views and planes.
 
 mod chunk;
+mod master;
 mod norm;
 mod slot;
 mod step;

@@ -1,9 +1,9 @@
 //! A slot: one parameter's state, as planes in the arena.
 
 use super::views::Split;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::MomentSlices;
-use crate::memory::{Element, Layout, Plane, Slab, plane_bytes};
+use crate::memory::{Element, Layout, Plane, Slab, StridedRef, Walks, plane_bytes};
 use half::bf16;
 
 /// The dtype of a weight and how its fp32 master is kept.
@@ -109,6 +109,14 @@ impl<T: Element> MomentPlanes<T> {
         }
     }
 
+    fn reorder(&mut self, walks: &Walks) {
+        reorder(&mut self.exp_avg, walks);
+        reorder(&mut self.exp_avg_sq, walks);
+        if let Some(plane) = &mut self.max_exp_avg_sq {
+            reorder(plane, walks);
+        }
+    }
+
     fn slices(&mut self) -> MomentRun<'_, T> {
         MomentRun {
             exp_avg: self.exp_avg.as_mut_slice(),
@@ -116,6 +124,12 @@ impl<T: Element> MomentPlanes<T> {
             max_exp_avg_sq: self.max_exp_avg_sq.as_mut().map(Plane::as_mut_slice),
         }
     }
+}
+
+/// Puts a plane's elements in the order of a walk through it.
+fn reorder<T: Element>(plane: &mut Plane<T>, walks: &Walks) {
+    let old = plane.as_slice().to_vec();
+    StridedRef::walk_slice(&old, walks.clone()).gather(0, plane.as_mut_slice());
 }
 
 /// The moments.
@@ -185,6 +199,41 @@ impl Slot {
             Kept::Master(plane) => plane.as_mut_slice().fill(0.0),
         }
         self.poisoned = None;
+    }
+
+    /// Reorders the planes for a parameter whose memory format has changed (`.to(memory_format=...)`): the same values, in
+    /// the dense order of its new layout.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if the sizes have changed, too.
+    pub fn follow(&mut self, layout: Layout) -> Result<()> {
+        let old = &self.spec.layout;
+        if layout.sizes != old.sizes {
+            let name = &self.spec.name;
+            return Err(Error::InvalidValue(format!("{name}: its state has shape {:?}, not {:?}", old.sizes, layout.sizes)));
+        }
+        let walks = Walks::new(&layout, old);
+        match &mut self.moments {
+            Moments::F32(planes) => planes.reorder(&walks),
+            Moments::Bf16(planes) => planes.reorder(&walks),
+        }
+        match &mut self.kept {
+            Kept::Nothing => {}
+            Kept::Residual(plane) => reorder(plane, &walks),
+            Kept::Master(plane) => reorder(plane, &walks),
+        }
+        self.spec.layout = layout;
+        Ok(())
+    }
+
+    /// Adds the plane that amsgrad needs, all zeros, from a slab that has room for it.
+    pub fn add_amsgrad(&mut self, slab: &mut Slab) {
+        let len = self.spec.layout.numel();
+        match &mut self.moments {
+            Moments::F32(planes) => planes.max_exp_avg_sq = Some(slab.carve(len)),
+            Moments::Bf16(planes) => planes.max_exp_avg_sq = Some(slab.carve(len)),
+        }
+        self.spec.amsgrad = true;
     }
 
     fn moments_mut(&mut self) -> MomentsMut<'_> {

@@ -153,6 +153,11 @@ impl Walk {
         }
     }
 
+    /// Number of elements that it spans in memory.
+    pub(crate) fn span(&self) -> usize {
+        1 + self.dims.iter().map(|(size, stride)| (size - 1) * stride).sum::<usize>()
+    }
+
     /// Calls `visit(offset, stride, count)` for each run of the `len` elements from position `start`: `count` elements
     /// from `offset`, `stride` apart.
     pub(crate) fn runs(&self, start: usize, len: usize, mut visit: impl FnMut(usize, usize, usize)) {

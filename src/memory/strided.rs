@@ -56,6 +56,17 @@ impl<'a, T: Element> StridedRef<'a, T> {
         Self { base, start: 0, len, walks, borrow: PhantomData }
     }
 
+    /// A dense tensor's memory, walked in another order.
+    ///
+    /// # Panics
+    /// If the walk leaves the slice.
+    pub(crate) fn walk_slice(values: &'a [T], walks: Walks) -> Self {
+        let inside = |walk: &Option<Arc<Walk>>| walk.as_ref().is_none_or(|walk| walk.span() <= values.len());
+        assert!(inside(&walks.memory) && inside(&walks.logical), "a walk of another tensor");
+        // SAFETY: a shared slice is valid memory that nobody writes during its lifetime; the walks stay inside it.
+        unsafe { Self::new(values.as_ptr(), values.len(), walks) }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         self.len

@@ -1,0 +1,215 @@
+"""Loading state: what checkpoints of outboard and of torch hold, checked as a whole before anything is changed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from outboard._host import HostOptimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@dataclass
+class Plan:
+    """What loading one parameter's state will do."""
+
+    parameter: torch.Tensor
+    name: str
+    step: float | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    #: Only what is given changes; otherwise what is missing becomes zero.
+    partial: bool = False
+
+
+def step_count(value: Any, name: str) -> float:
+    """Return a step count given as an int, a float or a tensor of one element.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the parameter, if it is not a count.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name}: step must be one number, not of shape {tuple(value.shape)}")
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: step must be a number, not {value!r}")
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name}: step must be at least 0, not {value}")
+    return float(value)
+
+
+def _check_tensor(value: Any, key: str, name: str, shape: torch.Size) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: {key} must be a tensor, not {type(value).__name__}")
+    if value.shape != shape:
+        found, wanted = tuple(value.shape), tuple(shape)
+        raise ValueError(f"{name}: {key} has shape {found}, the parameter {wanted}")
+    return value.detach()
+
+
+def plan(
+    optimizer: HostOptimizer,
+    parameter: torch.Tensor,
+    values: Mapping[str, Any],
+    *,
+    partial: bool,
+) -> Plan:
+    """Check one parameter's state and say what loading it will do; change nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a value of another kind or shape, or a state without moments; the message names the parameter.
+    """
+    name = optimizer._name_of(parameter)
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{name}: its state must be a mapping, not {type(values).__name__}")
+    result = Plan(parameter, name, partial=partial)
+    for key, value in values.items():
+        if key == "step":
+            result.step = step_count(value, name)
+        elif key in MOMENTS or key == "master":
+            tensor = _check_tensor(value, key, name, parameter.shape)
+            if not tensor.is_floating_point():
+                raise TypeError(f"{name}: {key} must be floating point, not {tensor.dtype}")
+            result.tensors[key] = tensor
+        elif key == "residual":
+            tensor = _check_tensor(value, key, name, parameter.shape)
+            if tensor.dtype is torch.int16:
+                result.tensors[key] = tensor
+            else:
+                # A loader that casts state to the parameter's dtype has destroyed it.
+                warnings.warn(
+                    f"{name}: its residual is {tensor.dtype}, not torch.int16, and is dropped",
+                    stacklevel=2,
+                )
+        else:
+            result.extra[key] = value
+    if not partial and values and not {"exp_avg", "exp_avg_sq"} <= result.tensors.keys():
+        keys = ", ".join(map(str, values))
+        raise ValueError(f"{name}: its state has no exp_avg and exp_avg_sq (found: {keys})")
+    if not partial and values and result.step is None:
+        raise ValueError(f"{name}: its state has no step")
+    _check_master(result)
+    return result
+
+
+def _check_master(result: Plan) -> None:
+    """Drop what the parameter's dtype has no use for, with a warning."""
+    dtype = result.parameter.dtype
+    useless = set()
+    if dtype is torch.float32:
+        useless = result.tensors.keys() & {"master", "residual"}
+    elif dtype is torch.float16:
+        useless = result.tensors.keys() & {"residual"}
+    for key in sorted(useless):
+        del result.tensors[key]
+        warnings.warn(
+            f"{result.name}: its {key} is dropped, since the parameter is {dtype}", stacklevel=2
+        )
+
+
+def commit(optimizer: HostOptimizer, plans: list[Plan]) -> None:
+    """Load checked states. A source may be the plane itself, or another plane of this optimizer."""
+    optimizer._bind([item.parameter for item in plans])
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for item in plans
+        for tensor in optimizer._planes_of(item.parameter).values()
+    }
+    for item in plans:
+        for key, tensor in item.tensors.items():
+            if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in own:
+                target = optimizer._planes_of(item.parameter).get(key)
+                if target is None or not _is_same(tensor, target):
+                    item.tensors[key] = tensor.clone()
+    for item in plans:
+        _commit_one(optimizer, item)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _commit_one(optimizer: HostOptimizer, item: Plan) -> None:
+    core, parameter = optimizer._core, item.parameter
+    planes = optimizer._planes_of(parameter)
+    with torch.no_grad():
+        if item.step is not None:
+            planes["step"].fill_(item.step)
+        elif not item.partial:
+            planes["step"].zero_()
+        for key in MOMENTS:
+            plane, source = planes.get(key), item.tensors.get(key)
+            if plane is None:
+                continue
+            if source is not None:
+                plane.copy_(source)
+            elif not item.partial:
+                plane.zero_()
+        _commit_master(optimizer, item, planes)
+    if not item.partial:
+        core.heal(parameter)
+        optimizer._state_of(parameter).drop_extra()
+    for key, value in item.extra.items():
+        optimizer._state_of(parameter)[key] = value
+
+
+def _commit_master(
+    optimizer: HostOptimizer, item: Plan, planes: dict[str, torch.Tensor]
+) -> None:
+    core, parameter = optimizer._core, item.parameter
+    residual, master = item.tensors.get("residual"), item.tensors.get("master")
+    optimizer._pending_residuals.pop(parameter, None)
+    if "residual" in planes and residual is not None:
+        planes["residual"].copy_(residual)
+    elif "master" in planes and master is not None:
+        planes["master"].copy_(master)
+    elif "residual" in planes and master is not None:
+        # The weight is the master's high half and stays what the model says.
+        core.write_master(parameter, master.to("cpu", torch.float32), False)
+    elif "master" in planes and residual is not None:
+        # Its other half is the weight, which may be loaded after the optimizer.
+        optimizer._pending_residuals[parameter] = residual.to("cpu", torch.float32, copy=True)
+    elif not item.partial:
+        core.clear_master(parameter)
+
+
+def merge_groups(
+    optimizer: HostOptimizer, saved_groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with a checkpoint's settings.
+
+    The class's rule of weight decay stays, with one warning if the checkpoint's is the other.
+    """
+    decoupled = optimizer._decoupled
+    groups = []
+    contradicted = False
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        merged = {key: value for key, value in saved.items() if key != "params"}
+        for key, value in optimizer.defaults.items():
+            merged.setdefault(key, value)
+        if "param_names" in group:
+            merged.setdefault("param_names", group["param_names"])
+        contradicted |= bool(merged["decoupled_weight_decay"]) != decoupled
+        merged["decoupled_weight_decay"] = decoupled
+        merged["params"] = group["params"]
+        groups.append(merged)
+    if contradicted:
+        kept = "decoupled (AdamW)" if decoupled else "coupled (Adam)"
+        warnings.warn(
+            f"the checkpoint was written by the other of Adam and AdamW; {type(optimizer).__name__} "
+            f"keeps its own rule, weight decay {kept}",
+            stacklevel=3,
+        )
+    return groups

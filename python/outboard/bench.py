@@ -1,0 +1,218 @@
+"""Benchmarks: both sides in one run, alternating, medians. Also `python -m outboard bench`.
+
+Speed is a ratio: `ratio_to_torch_fused` above 1 means that outboard is faster than `torch.optim.AdamW(fused=True)` on the
+same values, on this machine, in this run.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from outboard._adam import CHUNK_ELEMS, AdamW
+from outboard._arguments import check_choice, check_count
+from outboard._native import build_info, default_threads, host_tensor, stream_pass
+
+#: Alternating blocks per measurement; the medians over them are reported.
+BLOCKS = 9
+
+#: Bytes that one element's update must read and write, by the dtype of weight and gradient and that of the moments.
+_BYTES = {"fp32": 28, "bf16": 26, "bf16_moments": 18}
+
+TINY_PARAMETERS, TINY_ELEMENTS = 10_000, 1_000
+
+Progress = Callable[[str], None]
+
+
+def host(
+    numel: int = 64 * 1024 * 1024,
+    threads: int | None = None,
+    dtype: str = "all",
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """Measure the host step against torch's fused AdamW.
+
+    Parameters
+    ----------
+    numel : int
+        Elements of the one large parameter.
+    threads : int, optional
+        Worker threads of both sides; None: as many as an optimizer takes by default.
+    dtype : {"all", "float32", "bfloat16"}
+        Which weights to measure. The 10,000 tiny parameters belong to float32.
+    progress : callable
+        Told what is measured next.
+
+    Returns
+    -------
+    dict
+        `numel`, `threads`, `machine`, `versions` and one entry per case: `fp32`, `tiny`, `bf16` (bf16 weights and
+        gradients, fp32 moments), `bf16_moments`. Times are medians in ms, `gelem_per_s` is 1e9 elements per second,
+        `gb_per_s` counts the bytes that must move. `fp32` also has `torch_fused_gain_from_huge_pages` (torch's kernel on
+        its own pages over torch's kernel on the arena's), `bandwidth_fraction` (outboard's bytes per second over those of
+        a stream loop over the same tensors) and `bits_equal`.
+    """
+    numel = check_count("numel", numel)
+    threads = default_threads()[0] if threads is None else check_count("threads", threads)
+    check_choice("dtype", dtype, ("all", "float32", "bfloat16"))
+    result: dict[str, Any] = {
+        "numel": numel,
+        "threads": threads,
+        "machine": machine(),
+        "versions": {"outboard": build_info()["version"], "torch": torch.__version__},
+    }
+    with _torch_threads(threads):
+        if dtype in ("all", "float32"):
+            progress("fp32")
+            result["fp32"] = _fp32(numel, threads)
+            progress("tiny parameters")
+            result["tiny"] = _tiny(threads)
+        if dtype in ("all", "bfloat16"):
+            progress("bf16 weights")
+            result["bf16"] = _bf16(numel, threads, torch.float32)
+            progress("bf16 weights and moments")
+            result["bf16_moments"] = _bf16(numel, threads, torch.bfloat16)
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor's name, its architecture and the ISA level in use."""
+    name = platform.processor()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        name = models[0] if models else name
+    except OSError:
+        pass
+    return {"cpu": name, "architecture": platform.machine(), "isa": build_info()["isa"]}
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _medians(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return each side's median time in ms over `BLOCKS` alternating blocks, after one warm-up each."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for run in sides.values():
+        run()
+    for _ in range(BLOCKS):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - began) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _rates(ms: float, numel: int, bytes_per_element: int) -> dict[str, float]:
+    return {
+        "ms": ms,
+        "gelem_per_s": numel / ms / 1e6,
+        "gb_per_s": numel * bytes_per_element / ms / 1e6,
+    }
+
+
+def _parameter(values: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(values)
+    parameter.grad = grad
+    return parameter
+
+
+def _torch_on(values: torch.Tensor, grad: torch.Tensor, threads: int, arena: bool) -> tuple[Any, Any]:
+    """Return torch's fused AdamW over a copy of the values, all its tensors on its own pages or on the arena's."""
+
+    def place(source: torch.Tensor) -> torch.Tensor:
+        if not arena:
+            return source.clone()
+        return torch.from_dlpack(host_tensor(source.numel(), "float32", threads)).copy_(source)
+
+    parameter = _parameter(place(values), place(grad))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    if arena:
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": place(torch.zeros_like(values)),
+            "exp_avg_sq": place(torch.zeros_like(values)),
+        }
+    return parameter, optimizer
+
+
+def _values(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+
+
+def _fp32(numel: int, threads: int) -> dict[str, Any]:
+    values, grad = _values(numel)
+    ours = _parameter(values.clone(), grad.clone())
+    optimizer = AdamW([ours], threads=threads)
+    theirs, torch_optimizer = _torch_on(values, grad, threads, arena=False)
+    _, torch_on_arena = _torch_on(values, grad, threads, arena=True)
+    del values, grad
+    steps = _medians(
+        {"outboard": optimizer.step, "torch": torch_optimizer.step, "torch_on_arena": torch_on_arena.step}
+    )
+    bits_equal = torch.equal(ours, theirs)
+    del theirs, torch_optimizer, torch_on_arena
+    # The same tensors, in the same run: the loop may spoil them now.
+    state = optimizer.state[ours]
+    assert ours.grad is not None
+    tensors = (ours.detach(), state["exp_avg"], state["exp_avg_sq"], ours.grad.mul_(1e-9))
+    pair = _medians(
+        {
+            "outboard": optimizer.step,
+            "stream": lambda: stream_pass(tensors, threads, CHUNK_ELEMS),
+        }
+    )
+    return {
+        **_rates(steps["outboard"], numel, _BYTES["fp32"]),
+        "torch_fused_ms": steps["torch"],
+        "ratio_to_torch_fused": steps["torch"] / steps["outboard"],
+        "torch_fused_gain_from_huge_pages": steps["torch"] / steps["torch_on_arena"],
+        "stream_gb_per_s": numel * _BYTES["fp32"] / pair["stream"] / 1e6,
+        "bandwidth_fraction": pair["stream"] / pair["outboard"],
+        "bits_equal": bits_equal,
+    }
+
+
+def _tiny(threads: int) -> dict[str, Any]:
+    values, grad = _values(TINY_PARAMETERS * TINY_ELEMENTS)
+
+    def parameters() -> list[torch.nn.Parameter]:
+        pairs = zip(values.split(TINY_ELEMENTS), grad.split(TINY_ELEMENTS), strict=True)
+        return [_parameter(value.clone(), gradient.clone()) for value, gradient in pairs]
+
+    ours = AdamW(parameters(), threads=threads)
+    theirs = torch.optim.AdamW(parameters(), fused=True)
+    steps = _medians({"outboard": ours.step, "torch": theirs.step})
+    return {
+        "parameters": TINY_PARAMETERS,
+        **_rates(steps["outboard"], values.numel(), _BYTES["fp32"]),
+        "torch_fused_ms": steps["torch"],
+        "ratio_to_torch_fused": steps["torch"] / steps["outboard"],
+    }
+
+
+def _bf16(numel: int, threads: int, state_dtype: torch.dtype) -> dict[str, Any]:
+    values, grad = (tensor.bfloat16() for tensor in _values(numel))
+    optimizer = AdamW([_parameter(values.clone(), grad.clone())], threads=threads, state_dtype=state_dtype)
+    _, torch_optimizer = _torch_on(values.float(), grad.float(), threads, arena=False)
+    steps = _medians({"outboard": optimizer.step, "torch": torch_optimizer.step})
+    bytes_per_element = _BYTES["bf16" if state_dtype is torch.float32 else "bf16_moments"]
+    return {
+        **_rates(steps["outboard"], numel, bytes_per_element),
+        "torch_fused_on_fp32_copies_ms": steps["torch"],
+        "ratio_to_torch_fused": steps["torch"] / steps["outboard"],
+    }

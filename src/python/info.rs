@@ -1,0 +1,48 @@
+//! What this build is and what this machine can do, for `doctor` and bug reports.
+
+use crate::cuda;
+use crate::error::Error;
+use crate::kernel::Isa;
+use crate::pool::ThreadChoice;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// Version, target, instruction-set levels.
+#[pyfunction]
+pub(super) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
+    info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+    info.set_item("isa_available", Isa::available().map(Isa::name).collect::<Vec<_>>())?;
+    info.set_item("isa", Isa::current()?.name())?;
+    Ok(info)
+}
+
+/// What there is of CUDA: asks the driver, which importing the package never does.
+#[pyfunction]
+pub(super) fn cuda_status(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let cuda::Status { compiled, devices, driver_version, runtime_version, problem } = cuda::status();
+    let status = PyDict::new(py);
+    status.set_item("compiled", compiled)?;
+    status.set_item("devices", devices)?;
+    status.set_item("driver_version", driver_version)?;
+    status.set_item("runtime_version", runtime_version)?;
+    status.set_item("problem", problem)?;
+    Ok(status)
+}
+
+/// The number of worker threads that an optimizer starts by default, and why.
+#[pyfunction]
+pub(super) fn default_threads() -> PyResult<(usize, String)> {
+    let ThreadChoice { threads, why } = ThreadChoice::detect()?;
+    Ok((threads, why))
+}
+
+/// Raises `DeviceError`: without a device for want of one, with one because the lane is still to come.
+#[pyfunction]
+pub(super) fn require_gpu_lane() -> PyResult<()> {
+    cuda::require_device()?;
+    let message = "mode='gpu': this version updates parameters in host memory only; use mode='auto' or 'cpu'";
+    Err(Error::Cuda(message.into()).into())
+}

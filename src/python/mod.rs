@@ -1,0 +1,25 @@
+//! The Python module `outboard._native`: checks arguments, releases the interpreter, calls the engine, maps its one error
+//! type. No arithmetic.
+
+mod bench;
+mod dlpack;
+mod errors;
+mod info;
+mod optimizer;
+mod tensor;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::add(module)?;
+    module.add_class::<optimizer::Core>()?;
+    module.add_class::<optimizer::StepOutcome>()?;
+    module.add_class::<dlpack::PyPlane>()?;
+    module.add_function(wrap_pyfunction!(info::build_info, module)?)?;
+    module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;
+    module.add_function(wrap_pyfunction!(info::default_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(info::require_gpu_lane, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::host_tensor, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::stream_pass, module)?)
+}

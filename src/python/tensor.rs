@@ -1,0 +1,269 @@
+//! Reading torch tensors: address, dtype, device, sizes and strides. In one C call where torch publishes its DLPack function
+//! table (about 20 ns), through attributes otherwise (about 1 microsecond).
+
+use super::dlpack::{self, DLDataType, DLTensor, ReadTensor};
+use crate::engine::{GradElements, GradView, WeightView};
+use crate::error::Error;
+use crate::memory::{Element, Layout, StridedMut, StridedRef, Walks};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use std::mem::MaybeUninit;
+
+/// The dtypes that weights and gradients may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl DType {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "torch.float32",
+            Self::Bf16 => "torch.bfloat16",
+            Self::F16 => "torch.float16",
+        }
+    }
+
+    fn size(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+}
+
+/// A tensor in host memory, as it was when it was read.
+#[derive(Clone, Debug)]
+pub(super) struct HostTensor {
+    pub(super) data: usize,
+    pub(super) dtype: DType,
+    pub(super) numel: usize,
+}
+
+impl HostTensor {
+    /// Borrows the tensor's elements, to read.
+    ///
+    /// # Safety
+    /// As [`StridedRef::new`]: the tensor read was of dtype `T`, `walks` are its layout's, and it stays alive and unwritten.
+    pub(super) unsafe fn borrow<'a, T: Element>(&self, walks: Walks) -> StridedRef<'a, T> {
+        // SAFETY: the caller's promise.
+        unsafe { StridedRef::new(self.data as *const T, self.numel, walks) }
+    }
+
+    /// Borrows the tensor's elements, to write.
+    ///
+    /// # Safety
+    /// As [`StridedMut::new`]: the tensor read was of dtype `T`, `walks` are its layout's, it does not overlap itself, and
+    /// nobody else touches it.
+    pub(super) unsafe fn borrow_mut<'a, T: Element>(&self, walks: Walks) -> StridedMut<'a, T> {
+        // SAFETY: the caller's promise.
+        unsafe { StridedMut::new(self.data as *mut T, self.numel, walks) }
+    }
+
+    /// Borrows a weight of whatever dtype it is.
+    ///
+    /// # Safety
+    /// As [`Self::borrow_mut`].
+    pub(super) unsafe fn weight_view<'a>(&self, walks: Walks) -> WeightView<'a> {
+        // SAFETY: the caller's promise, and the dtype that was read.
+        unsafe {
+            match self.dtype {
+                DType::F32 => WeightView::F32(self.borrow_mut(walks)),
+                DType::Bf16 => WeightView::Bf16(self.borrow_mut(walks)),
+                DType::F16 => WeightView::F16(self.borrow_mut(walks)),
+            }
+        }
+    }
+
+    /// Borrows a gradient of whatever dtype it is, to write it too if `writable`.
+    ///
+    /// # Safety
+    /// As [`Self::borrow_mut`] if `writable`, else as [`Self::borrow`].
+    pub(super) unsafe fn grad_view<'a>(&self, walks: Walks, writable: bool) -> GradView<'a> {
+        // SAFETY: the caller's promise, and the dtype that was read.
+        unsafe {
+            match self.dtype {
+                DType::F32 => GradView::F32(self.grad_elements(walks, writable)),
+                DType::Bf16 => GradView::Bf16(self.grad_elements(walks, writable)),
+                DType::F16 => GradView::F16(self.grad_elements(walks, writable)),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::grad_view`], of dtype `T`.
+    unsafe fn grad_elements<'a, T: Element>(&self, walks: Walks, writable: bool) -> GradElements<'a, T> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if writable {
+                GradElements::Exclusive(self.borrow_mut(walks))
+            } else {
+                GradElements::Shared(self.borrow(walks))
+            }
+        }
+    }
+}
+
+/// Sizes and strides next to their tensor, borrowed where the C call lent them.
+pub(super) struct Shape<'a> {
+    pub(super) sizes: std::borrow::Cow<'a, [i64]>,
+    pub(super) strides: std::borrow::Cow<'a, [i64]>,
+}
+
+impl Shape<'_> {
+    /// As the engine has it. torch's strides are never negative.
+    pub(super) fn layout(&self) -> Layout {
+        let unsigned = |values: &[i64]| values.iter().map(|&value| usize::try_from(value).unwrap_or(0)).collect();
+        Layout { sizes: unsigned(&self.sizes), strides: unsigned(&self.strides) }
+    }
+
+    /// Whether it is exactly this layout.
+    pub(super) fn is(&self, layout: &Layout) -> bool {
+        let same = |signed: &[i64], unsigned: &[usize]| {
+            signed.len() == unsigned.len() && signed.iter().zip(unsigned).all(|(&a, &b)| a == b as i64)
+        };
+        same(&self.sizes, &layout.sizes) && same(&self.strides, &layout.strides)
+    }
+
+    /// Whether it has exactly these sizes.
+    pub(super) fn has_sizes(&self, sizes: &[usize]) -> bool {
+        self.sizes.len() == sizes.len() && self.sizes.iter().zip(sizes).all(|(&a, &b)| a == b as i64)
+    }
+}
+
+/// Which of a parameter's tensors is read, for messages.
+#[derive(Clone, Copy)]
+pub(super) enum Role {
+    Parameter,
+    Gradient,
+}
+
+impl Role {
+    fn of(self, name: &str) -> String {
+        match self {
+            Self::Parameter => name.to_owned(),
+            Self::Gradient => format!("the gradient of {name}"),
+        }
+    }
+}
+
+/// Reads tensors.
+pub(super) struct TensorReader {
+    read: Option<ReadTensor>,
+    tensor_type: Py<PyType>,
+    parameter_type: Py<PyType>,
+}
+
+impl TensorReader {
+    pub(super) fn new(py: Python<'_>) -> PyResult<Self> {
+        let tensor_type = py.import("torch")?.getattr("Tensor")?;
+        let parameter_type = py.import("torch.nn")?.getattr("Parameter")?;
+        Ok(Self {
+            read: dlpack::exchange_function(&tensor_type),
+            tensor_type: tensor_type.cast_into::<PyType>()?.unbind(),
+            parameter_type: parameter_type.cast_into::<PyType>()?.unbind(),
+        })
+    }
+
+    /// Reads a tensor that must be strided, in host memory and of a supported dtype, and passes it and its shape on.
+    pub(super) fn read<R>(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        role: Role,
+        name: &dyn Fn() -> String,
+        then: impl FnOnce(HostTensor, &Shape<'_>) -> PyResult<R>,
+    ) -> PyResult<R> {
+        let kind = tensor.get_type();
+        if let Some(read) = self.read.filter(|_| kind.is(&self.tensor_type) || kind.is(&self.parameter_type)) {
+            let mut raw = MaybeUninit::<DLTensor>::uninit();
+            // SAFETY: torch's own function on an object of exactly its tensor type; it fills `raw` if it returns 0.
+            let failed = unsafe { read(tensor.as_ptr(), raw.as_mut_ptr()) } != 0;
+            if !failed {
+                // SAFETY: filled, as it returned 0.
+                let raw = unsafe { raw.assume_init() };
+                if let (Some(dtype), dlpack::CPU) = (supported(raw.dtype), raw.device.device_type) {
+                    let ndim = usize::try_from(raw.ndim).unwrap_or(0);
+                    // SAFETY: `ndim` sizes and strides that the tensor owns; it is alive and nothing resizes it while
+                    // this thread is attached to the interpreter and runs no Python code.
+                    let (sizes, strides) = unsafe { (dimensions(raw.shape, ndim), dimensions(raw.strides, ndim)) };
+                    let numel = sizes.iter().product::<i64>() as usize;
+                    let data = raw.data as usize + raw.byte_offset as usize;
+                    let shape = Shape { sizes: sizes.into(), strides: strides.into() };
+                    return aligned(HostTensor { data, dtype, numel }, role, name).and_then(|host| then(host, &shape));
+                }
+            } else {
+                let _ = PyErr::take(tensor.py()); // the slow path says it better
+            }
+        }
+        let (host, shape) = read_attributes(tensor, role, name)?;
+        aligned(host, role, name).and_then(|host| then(host, &shape))
+    }
+}
+
+/// # Safety
+/// `values` points to `count` numbers that stay as they are for `'a`, or `count` is 0.
+unsafe fn dimensions<'a>(values: *const i64, count: usize) -> &'a [i64] {
+    // SAFETY: the caller's promise.
+    if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(values, count) } }
+}
+
+fn supported(dtype: DLDataType) -> Option<DType> {
+    match dtype {
+        dlpack::FLOAT32 => Some(DType::F32),
+        dlpack::BFLOAT16 => Some(DType::Bf16),
+        dlpack::FLOAT16 => Some(DType::F16),
+        _ => None,
+    }
+}
+
+fn aligned(tensor: HostTensor, role: Role, name: &dyn Fn() -> String) -> PyResult<HostTensor> {
+    if tensor.numel == 0 || tensor.data % tensor.dtype.size() == 0 {
+        return Ok(tensor);
+    }
+    let who = role.of(&name());
+    let (dtype, size) = (tensor.dtype.name(), tensor.dtype.size());
+    Err(Error::InvalidValue(format!("{who}: its memory is not aligned to the {size} bytes of {dtype}")).into())
+}
+
+/// The slow path, which also finds the words for what cannot be read.
+fn read_attributes(
+    tensor: &Bound<'_, PyAny>,
+    role: Role,
+    name: &dyn Fn() -> String,
+) -> PyResult<(HostTensor, Shape<'static>)> {
+    let py = tensor.py();
+    let who = role.of(&name());
+    let unsupported = |what: String| PyErr::from(Error::UnsupportedType(format!("{who}: {what}")));
+    let text = |attribute: &str| -> PyResult<String> { Ok(tensor.getattr(attribute)?.str()?.to_string()) };
+
+    let layout = text("layout")?;
+    if layout != "torch.strided" {
+        return Err(unsupported(format!(
+            "its layout is {layout}; outboard updates dense (torch.strided) tensors (for an embedding: sparse=False)"
+        )));
+    }
+    let dtype = match text("dtype")?.as_str() {
+        "torch.float32" => DType::F32,
+        "torch.bfloat16" => DType::Bf16,
+        "torch.float16" => DType::F16,
+        other => {
+            let supported = "torch.float32, torch.bfloat16 and torch.float16";
+            return Err(unsupported(format!("its dtype is {other}; outboard updates {supported}")));
+        }
+    };
+    let dispatch = tensor.get_type().getattr(intern!(py, "__torch_dispatch__"))?;
+    if !dispatch.is(&py.import("torch")?.getattr("_C")?.getattr("_disabled_torch_dispatch_impl")?) {
+        let kind = tensor.get_type().fully_qualified_name()?;
+        return Err(unsupported(format!("it is a {kind}, a tensor subclass without memory of its own")));
+    }
+    let device = tensor.getattr(intern!(py, "device"))?;
+    let device_type = device.getattr("type")?.to_string();
+    if device_type != "cpu" {
+        return Err(Error::Cuda(format!("{who}: it is on {device}; this version updates parameters in host memory (cpu)")).into());
+    }
+    let data: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let sizes: Vec<i64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+    let strides: Vec<i64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+    let numel = sizes.iter().product::<i64>() as usize;
+    Ok((HostTensor { data, dtype, numel }, Shape { sizes: sizes.into(), strides: strides.into() }))
+}
