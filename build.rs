@@ -3,8 +3,8 @@
 //!
 //! Environment variables:
 //! - `OUTBOARD_CUDA`: `require` makes a missing compiler an error, `off` builds without the library.
-//! - `OUTBOARD_NVCC`: the compiler. Otherwise it is looked for in the Python that builds (the wheel `nvidia-cuda-nvcc` and
-//!   its companions), then on `PATH`.
+//! - `OUTBOARD_NVCC`: the path of the compiler. Otherwise it is looked for in the Python that builds (the wheel
+//!   `nvidia-cuda-nvcc` and its companions), then on `PATH`.
 //! - `OUTBOARD_CUDA_ARCHS`: compute capabilities to compile for, as `80,90`; newer devices compile the newest one's PTX
 //!   when they load it.
 //! - `OUTBOARD_CUDART_DIR`: where the target's `libcudart_static.a` is; only needed to build for another processor (and
@@ -54,8 +54,8 @@ fn decide() -> Result<Compiler, String> {
         other => fail(&format!("OUTBOARD_CUDA is `{other}`; it can be `auto` (the default), `require` or `off`")),
     }
     find_compiler().inspect_err(|reason| {
-        let cure = "install nvidia-cuda-nvcc and its companions (pyproject.toml pins them) into the Python that builds, or \
-                    set OUTBOARD_NVCC";
+        let cure = "install nvidia-cuda-nvcc and its companions (pyproject.toml pins them) into the Python that \
+                    builds, or set OUTBOARD_NVCC";
         if wish == "require" {
             fail(&format!("OUTBOARD_CUDA=require, but {reason}: {cure}"));
         }
@@ -63,7 +63,8 @@ fn decide() -> Result<Compiler, String> {
         for name in ["PYO3_PYTHON", "VIRTUAL_ENV", "PATH"] {
             println!("cargo::rerun-if-env-changed={name}");
         }
-        println!("cargo::warning=building without the CUDA library: {reason}; {cure}, then build with OUTBOARD_CUDA=require");
+        let then = "then build with OUTBOARD_CUDA=require";
+        println!("cargo::warning=building without the CUDA library: {reason}; {cure}, {then}");
     })
 }
 
@@ -92,7 +93,7 @@ fn find_compiler() -> Result<Compiler, String> {
             return Compiler::new(nvcc, version);
         }
     }
-    Err("no CUDA compiler (nvcc) was found".to_owned())
+    Err("no CUDA compiler was found".to_owned())
 }
 
 /// Where the Pythons that may be building have nvcc, the likeliest first.

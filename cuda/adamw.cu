@@ -155,10 +155,12 @@ struct SplitBf16 {
     using Kept = int16_t;
     static constexpr bool HAS_KEPT = true;
     static __device__ float load(uint16_t weight, int16_t residual) {
-        const uint32_t magnitude = weight & 0x7FFF;
-        const bool stale = (magnitude == 0 && residual < 0) || (magnitude == 0x7F80 && residual > 0) ||
-                           magnitude > 0x7F80 || (residual == INT16_MIN && (weight & 1) == 1);
-        return __uint_as_float((uint32_t(weight) << 16) + (stale ? 0u : uint32_t(int32_t(residual))));
+        const uint32_t high = uint32_t(weight) << 16;
+        const uint32_t sum = high + uint32_t(int32_t(residual));
+        const bool changes_sign = ((sum ^ high) & 0x80000000) != 0;
+        const bool is_odd_tie = residual == INT16_MIN && (weight & 1) == 1;
+        const bool stale = changes_sign || is_nan(__uint_as_float(sum)) || is_odd_tie;
+        return __uint_as_float(stale ? high : sum);
     }
     static __device__ void store(float master, uint16_t &weight, int16_t &residual) {
         weight = f32_to_bf16(master);

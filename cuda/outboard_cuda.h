@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-/* The constants of one group at one step. The layout is that of `kernel::recipe::Constants`, where each is explained. */
+/* The constants of one group at one step. The layout is that of `kernel::Constants`, where each is explained. */
 typedef struct outboard_cuda_constants {
     float gradient_factor;
     float lerp_factor;
@@ -59,11 +59,11 @@ enum {
 /*
  * Updates a run of `n` elements of one parameter, in place, in the order of `stream`.
  *
- * The planes are contiguous, do not overlap, and are aligned to their own element size; when all are aligned to 16 bytes,
- * they are read and written 16 bytes at a time.
+ * The planes are contiguous, do not overlap, and are aligned to their own element size; when all are aligned to 16
+ * bytes, they are read and written 16 bytes at a time.
  *
  *   weight          [device or mapped]  n of the weight's dtype, read and written
- *   kept            [device or mapped]  n int16 or n fp32 as `weight_kind` says, read and written; NULL for fp32 weights
+ *   kept            [device or mapped]  n int16 or fp32 as `weight_kind` says, read and written; NULL for fp32 weights
  *   grad            [device or mapped]  n of the gradient's dtype, read
  *   exp_avg         [device or mapped]  n of the moments' dtype, read and written
  *   exp_avg_sq      [device or mapped]  n of the moments' dtype, read and written

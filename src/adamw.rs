@@ -63,7 +63,10 @@ impl AdamW {
     /// [`Error::InvalidValue`] for an unknown or repeated id, a length that is not the registered one or a setting out of
     /// range; [`Error::NonFinite`], [`Error::Poisoned`], [`Error::Forked`]: nothing has been changed. [`Error::Worker`]: see
     /// [`engine::step`].
-    pub fn step<'a>(&mut self, parameters: impl IntoIterator<Item = (ParameterId, &'a mut [f32], &'a [f32])>) -> Result<StepReport> {
+    pub fn step<'a>(
+        &mut self,
+        parameters: impl IntoIterator<Item = (ParameterId, &'a mut [f32], &'a [f32])>,
+    ) -> Result<StepReport> {
         self.config.validate()?;
         let mut jobs: Vec<Option<(&mut [f32], &[f32])>> = Vec::new();
         jobs.resize_with(self.slots.len(), || None);

@@ -60,8 +60,8 @@ pub enum Error {
 
     /// A step was asked for while a parameter's state is half updated by an earlier failure.
     #[error(
-        "the state of {parameter} is half updated since an earlier step failed ({cause}); load its state, or reset it, before \
-         the next step"
+        "{parameter} is half updated since an earlier step failed ({cause}); load its weight and state, or reset its state, \
+         before the next step"
     )]
     Poisoned {
         /// The parameter's name.

@@ -136,7 +136,8 @@ impl ThreadChoice {
         let variable = |name| std::env::var(name).ok().filter(|value: &String| !value.is_empty());
         let usable = std::thread::available_parallelism().map_or(1, usize::from);
         // SAFETY: sysconf only reads a number of the system.
-        let online = usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).unwrap_or(usable).max(usable);
+        let online =
+            usize::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).unwrap_or(usable).max(usable);
         Self::choose(
             variable("OUTBOARD_NUM_THREADS").as_deref(),
             usable,
@@ -152,7 +153,8 @@ impl ThreadChoice {
                 _ => Err(Error::InvalidValue(format!("OUTBOARD_NUM_THREADS={value} is not a number of at least 1"))),
             };
         }
-        let limit = if usable < online { format!("{usable} of {online} CPUs usable") } else { format!("{usable} CPUs") };
+        let limit =
+            if usable < online { format!("{usable} of {online} CPUs usable") } else { format!("{usable} CPUs") };
         let ranks = ranks.max(1);
         // A rank that has been bound to its share of the CPUs already need not share that again.
         if ranks == 1 || usable * ranks <= online {
@@ -216,7 +218,8 @@ mod tests {
 
     #[test]
     fn thread_count() {
-        let choose = |forced, usable, online, ranks| ThreadChoice::choose(forced, usable, online, ranks).unwrap().threads;
+        let choose =
+            |forced, usable, online, ranks| ThreadChoice::choose(forced, usable, online, ranks).unwrap().threads;
         assert_eq!(choose(None, 16, 16, 1), 16);
         assert_eq!(choose(None, 2, 64, 1), 2, "a cgroup of two CPUs");
         assert_eq!(choose(None, 16, 16, 4), 4, "four ranks share");

@@ -47,7 +47,7 @@ class _AdamFamily(HostOptimizer):
             weight_decay = self._default_weight_decay
         if decoupled_weight_decay is None:
             decoupled_weight_decay = self._decoupled
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -94,8 +94,8 @@ class AdamW(_AdamFamily):
     Parameters
     ----------
     params : iterable
-        Parameters, named parameters or groups, as torch takes them. fp32, bf16 or fp16, in host memory, of any shape and
-        strides; gradients may have any of the three dtypes.
+        Parameters, named parameters or groups, as torch takes them. fp32, bf16 or fp16, in host memory, of any shape
+        and strides; gradients may have any of the three dtypes.
     lr : float or one-element Tensor
         Learning rate. Read at each step.
     betas : pair of float
@@ -111,8 +111,8 @@ class AdamW(_AdamFamily):
     mode : {"auto", "cpu", "gpu"}
         Where updates are computed. For parameters in host memory "auto" is "cpu"; "gpu" raises `DeviceError`.
     max_grad_norm : float, optional
-        Scale gradients by ``min(1, max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does, where norm
-        is that of all gradients together. `p.grad` is not changed. May be set between steps.
+        Scale gradients by ``min(1, max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does, where
+        norm is that of all gradients together. `p.grad` is not changed. May be set between steps.
     compute_grad_norm : bool
         Report `last_grad_norm` without clipping. May be set between steps.
     nonfinite : {None, "skip", "raise", "propagate"}
@@ -122,8 +122,8 @@ class AdamW(_AdamFamily):
     state_dtype : torch.float32 or torch.bfloat16
         Of the moments. bf16 ones are rounded stochastically, from a counter, so they too are reproducible.
     master : {"split", "full"}
-        How fp32 values of bf16 weights are kept: as a 16-bit residual beside the weight, or as an fp32 copy. fp16 weights
-        always have a full one.
+        How fp32 values of bf16 weights are kept: as a 16-bit residual beside the weight, or as an fp32 copy. fp16
+        weights always have a full one.
     threads : int, optional
         Worker threads. None: the CPUs this process may use, shared with the other ranks of this machine.
     chunk_elems : int
@@ -150,8 +150,8 @@ class AdamW(_AdamFamily):
 class Adam(_AdamFamily):
     r"""Adam whose state lives in the arena, with the bits of `torch.optim.Adam(fused=True)` on fp32 CPU tensors.
 
-    D. P. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. As `AdamW`, but weight decay is coupled:
-    `weight_decay * weight` (default 0) is added to the gradient.
+    D. P. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015. As `AdamW`, but weight decay is
+    coupled: `weight_decay * weight` (default 0) is added to the gradient.
     """
 
     _decoupled = False

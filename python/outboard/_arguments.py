@@ -77,19 +77,13 @@ def check_torch_switches(
     if foreach and not capturable:
         for name, value in (("lr", lr), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if isinstance(value, torch.Tensor):
-                raise ValueError(
-                    f"{name} as a Tensor is not supported for capturable=False and foreach=True"
-                )
+                raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")
     if fused and foreach:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     if differentiable:
-        raise ValueError(
-            "differentiable=True is not supported: the step runs outside autograd"
-        )
+        raise ValueError("differentiable=True is not supported: the step runs outside autograd")
     if capturable:
-        raise ValueError(
-            "capturable=True is not supported: the step runs on the host, outside CUDA graphs"
-        )
+        raise ValueError("capturable=True is not supported: the step runs on the host, outside CUDA graphs")
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -99,12 +93,12 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ValueError(f"{name} must be one of {listed}, not {value!r}")
 
 
-def check_count(name: str, value: object) -> int:
-    """Return `value` as an int of at least 1."""
+def check_count(name: str, value: object, most: int = 2**62) -> int:
+    """Return `value` as an int from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} must be at least 1 and at most {most}, not {value}")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +48,25 @@ def step_count(value: Any, name: str) -> float:
     return float(value)
 
 
-def _check_tensor(value: Any, key: str, name: str, shape: torch.Size) -> torch.Tensor:
+def check_tensor(value: Any, key: str, name: str, shape: torch.Size, integer: bool = False) -> torch.Tensor:
+    """Return a state tensor, detached.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the parameter, if it is no dense tensor of the parameter's shape and of the right kind of dtype.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: {key} must be a tensor, not {type(value).__name__}")
     if value.shape != shape:
         found, wanted = tuple(value.shape), tuple(shape)
         raise ValueError(f"{name}: {key} has shape {found}, the parameter {wanted}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name}: {key} must be a dense tensor, not {value.layout}")
+    if value.is_meta:
+        raise TypeError(f"{name}: {key} is on the meta device and has no values")
+    if not integer and not value.is_floating_point():
+        raise TypeError(f"{name}: {key} must be floating point, not {value.dtype}")
     return value.detach()
 
 
@@ -79,12 +92,9 @@ def plan(
         if key == "step":
             result.step = step_count(value, name)
         elif key in MOMENTS or key == "master":
-            tensor = _check_tensor(value, key, name, parameter.shape)
-            if not tensor.is_floating_point():
-                raise TypeError(f"{name}: {key} must be floating point, not {tensor.dtype}")
-            result.tensors[key] = tensor
+            result.tensors[key] = check_tensor(value, key, name, parameter.shape)
         elif key == "residual":
-            tensor = _check_tensor(value, key, name, parameter.shape)
+            tensor = check_tensor(value, key, name, parameter.shape, integer=True)
             if tensor.dtype is torch.int16:
                 result.tensors[key] = tensor
             else:
@@ -114,18 +124,20 @@ def _check_master(result: Plan) -> None:
         useless = result.tensors.keys() & {"residual"}
     for key in sorted(useless):
         del result.tensors[key]
-        warnings.warn(
-            f"{result.name}: its {key} is dropped, since the parameter is {dtype}", stacklevel=2
-        )
+        warnings.warn(f"{result.name}: its {key} is dropped, since the parameter is {dtype}", stacklevel=2)
 
 
-def commit(optimizer: HostOptimizer, plans: list[Plan]) -> None:
-    """Load checked states. A source may be the plane itself, or another plane of this optimizer."""
+def commit(optimizer: HostOptimizer, plans: list[Plan], reset: Iterable[torch.Tensor] = ()) -> None:
+    """Load checked states and set those of `reset` to zero.
+
+    A source may be the plane itself, or another plane of this optimizer.
+    """
     optimizer._bind([item.parameter for item in plans])
+    reset = list(reset)
     own = {
         tensor.untyped_storage().data_ptr()
-        for item in plans
-        for tensor in optimizer._planes_of(item.parameter).values()
+        for parameter in [*(item.parameter for item in plans), *reset]
+        for tensor in optimizer._planes_of(parameter).values()
     }
     for item in plans:
         for key, tensor in item.tensors.items():
@@ -133,6 +145,8 @@ def commit(optimizer: HostOptimizer, plans: list[Plan]) -> None:
                 target = optimizer._planes_of(item.parameter).get(key)
                 if target is None or not _is_same(tensor, target):
                     item.tensors[key] = tensor.clone()
+    for parameter in reset:
+        optimizer._state_of(parameter).clear()
     for item in plans:
         _commit_one(optimizer, item)
 
@@ -151,23 +165,22 @@ def _commit_one(optimizer: HostOptimizer, item: Plan) -> None:
             planes["step"].zero_()
         for key in MOMENTS:
             plane, source = planes.get(key), item.tensors.get(key)
-            if plane is None:
-                continue
-            if source is not None:
+            if plane is None and source is not None:
+                item.extra[key] = source.clone()  # until the group turns amsgrad on
+            elif plane is not None and source is not None:
                 plane.copy_(source)
-            elif not item.partial:
+            elif plane is not None and not item.partial:
                 plane.zero_()
         _commit_master(optimizer, item, planes)
+    state = optimizer._state_of(parameter)
     if not item.partial:
+        state.drop_extra()
+    if not item.partial or planes.keys() <= item.tensors.keys() | {"step"}:
         core.heal(parameter)
-        optimizer._state_of(parameter).drop_extra()
-    for key, value in item.extra.items():
-        optimizer._state_of(parameter)[key] = value
+    state.update(item.extra)
 
 
-def _commit_master(
-    optimizer: HostOptimizer, item: Plan, planes: dict[str, torch.Tensor]
-) -> None:
+def _commit_master(optimizer: HostOptimizer, item: Plan, planes: dict[str, torch.Tensor]) -> None:
     core, parameter = optimizer._core, item.parameter
     residual, master = item.tensors.get("residual"), item.tensors.get("master")
     optimizer._pending_residuals.pop(parameter, None)
@@ -177,7 +190,7 @@ def _commit_master(
         planes["master"].copy_(master)
     elif "residual" in planes and master is not None:
         # The weight is the master's high half and stays what the model says.
-        core.write_master(parameter, master.to("cpu", torch.float32), False)
+        core.write_master(parameter, master.to("cpu", torch.float32, copy=True), False)
     elif "master" in planes and residual is not None:
         # Its other half is the weight, which may be loaded after the optimizer.
         optimizer._pending_residuals[parameter] = residual.to("cpu", torch.float32, copy=True)
@@ -185,9 +198,7 @@ def _commit_master(
         core.clear_master(parameter)
 
 
-def merge_groups(
-    optimizer: HostOptimizer, saved_groups: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def merge_groups(optimizer: HostOptimizer, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the optimizer's groups with a checkpoint's settings.
 
     The class's rule of weight decay stays, with one warning if the checkpoint's is the other.

@@ -82,7 +82,7 @@ class HostOptimizer(Optimizer):
         if threads is None:
             self._threads, self._threads_why = default_threads()
         else:
-            self._threads, self._threads_why = check_count("threads", threads), "asked for"
+            self._threads, self._threads_why = check_count("threads", threads, 1024), "asked for"
         self._counts: Counter[str] = Counter()
         self._last_grad_norm: float | None = None
         self._start()
@@ -158,9 +158,7 @@ class HostOptimizer(Optimizer):
         decoupled = group["decoupled_weight_decay"]
         if bool(decoupled) != self._decoupled:
             name, other = ("AdamW", "Adam") if self._decoupled else ("Adam", "AdamW")
-            raise ValueError(
-                f"decoupled_weight_decay={decoupled} contradicts {name}{where}; use outboard.{other}"
-            )
+            raise ValueError(f"decoupled_weight_decay={decoupled} contradicts {name}{where}; use outboard.{other}")
 
     def _named(self) -> Iterable[tuple[int, dict[str, Any], str, torch.Tensor]]:
         """Yield number, group, name and parameter of all that are listed."""
@@ -197,12 +195,10 @@ class HostOptimizer(Optimizer):
                 _check_parameter(parameter, name)
                 fresh.append(parameter)
             amsgrad = bool(group["amsgrad"])
-            entries.append(
-                (parameter, name, number, self._full_master, self._bf16_state, amsgrad)
-            )
+            entries.append((parameter, name, number, self._full_master, self._bf16_state, amsgrad))
         if not entries:
             return
-        self._core.bind(entries)
+        self._core.bind(self.param_groups, entries)
         seen = {id(parameter) for parameter in self._bound}
         for parameter in fresh:
             if id(parameter) not in seen:
@@ -245,18 +241,19 @@ class HostOptimizer(Optimizer):
         self._bind(self._core.unbound(self.param_groups, False))
         self._settle()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        outcome = self._core.step(
-            self.param_groups,
-            max_grad_norm=self._max_grad_norm,
-            compute_grad_norm=self._compute_grad_norm,
-            nonfinite=self._policy(),
-            grad_scale=None if scale is None else float(scale),
-            found_inf=found_inf is not None and float(found_inf) != 0.0,
-            seed=self._seed,
-            chunk_elems=self._chunk_elems,
-        )
-        if outcome.relaid:
-            self._state.refresh(outcome.relaid)
+        try:
+            outcome = self._core.step(
+                self.param_groups,
+                max_grad_norm=self._max_grad_norm,
+                compute_grad_norm=self._compute_grad_norm,
+                nonfinite=self._policy(),
+                grad_scale=None if scale is None else float(scale),
+                found_inf=found_inf is not None and float(found_inf) != 0.0,
+                seed=self._seed,
+                chunk_elems=self._chunk_elems,
+            )
+        finally:
+            self._state.refresh(self._core.take_relaid())
         if outcome.grad_norm is not None:
             self._last_grad_norm = outcome.grad_norm
         self._step_seconds = time.perf_counter() - began
@@ -268,8 +265,8 @@ class HostOptimizer(Optimizer):
     def _policy(self) -> str:
         if self._nonfinite is not None:
             return self._nonfinite
-        # A pass over all gradients for this alone would cost a seventh of a step, so torch's way is the default unless a
-        # norm is computed anyhow. A GradScaler has looked by itself and says found_inf.
+        # A pass over all gradients for this alone would cost a seventh of a step, so torch's way is the default unless
+        # a norm is computed anyhow. A GradScaler has looked by itself and says found_inf.
         uses_norm = self._max_grad_norm is not None or self._compute_grad_norm
         return "skip" if uses_norm else "propagate"
 
@@ -291,9 +288,12 @@ class HostOptimizer(Optimizer):
 
     # ---- state
 
-    @property
-    def state(self) -> State:  # type: ignore[override]
-        """Each parameter's state as zero-copy tensors; reading it makes the state, all zeros, where there is none yet."""
+    @property  # type: ignore[override]
+    def state(self) -> State:
+        """Each parameter's state as zero-copy tensors.
+
+        Reading it makes the state, all zeros, where there is none yet.
+        """
         self._check_process()
         listed = sum(len(group["params"]) for group in self.param_groups) if hasattr(self, "param_groups") else 0
         if self._state_is_stale or listed != self._listed:
@@ -301,7 +301,7 @@ class HostOptimizer(Optimizer):
                 self._bind(self._core.unbound(self.param_groups, True))
             for parameter in self._bound:
                 if parameter not in self._state:
-                    self._state._attach(parameter)
+                    self._state.attach(parameter)
             self._listed = listed
             self._state_is_stale = False
         self._settle()
@@ -309,13 +309,16 @@ class HostOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Any, Any]) -> None:
-        new = dict(value)
-        if isinstance(value, State) and value is self._state:
+        if value is self._state:
             return
-        for parameter in [p for p in self._bound if p not in new]:
-            self._core.reset(parameter)
-        self._state.clear()
-        self._state.update(new)
+        entries = dict(value)
+        ours = {key: item for key, item in entries.items() if isinstance(key, torch.Tensor) and self._is_listed(key)}
+        plans = [_checkpoint.plan(self, key, item, partial=False) for key, item in ours.items() if item]
+        planned = {id(item.parameter) for item in plans}
+        _checkpoint.commit(self, plans, [p for p in self._bound if id(p) not in planned])
+        for key in [key for key, _ in self._state.foreign() if key not in entries]:
+            del self._state[key]
+        self._state.update({key: item for key, item in entries.items() if key not in ours})
         self._state_is_stale = True
 
     def _state_of(self, parameter: torch.Tensor) -> ParameterState:
@@ -325,10 +328,9 @@ class HostOptimizer(Optimizer):
     def _planes_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return self._state_of(parameter).planes()
 
-    def _load_parameter_state(
-        self, parameter: torch.Tensor, values: Mapping[str, Any], *, partial: bool
-    ) -> None:
-        _checkpoint.commit(self, [_checkpoint.plan(self, parameter, values, partial=partial)])
+    def _load_parameter_state(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """Copy what is given into a parameter's planes."""
+        _checkpoint.commit(self, [_checkpoint.plan(self, parameter, values, partial=True)])
 
     def _settle(self) -> None:
         """Combine residuals that were loaded for full masters with the weights as they are now."""
@@ -352,8 +354,10 @@ class HostOptimizer(Optimizer):
         self._bind([parameter])
         self._settle()
         out = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-        if self._core.read_master(parameter, out):
-            self._state.refresh([parameter])
+        try:
+            self._core.read_master(parameter, out)
+        finally:
+            self._state.refresh(self._core.take_relaid())
         return out
 
     def load_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -364,15 +368,14 @@ class HostOptimizer(Optimizer):
         TypeError, ValueError
             If `value` is not a floating-point tensor of the parameter's shape; nothing is changed.
         """
-        plan = _checkpoint.plan(self, parameter, {"master": value}, partial=True) if parameter.dtype is not torch.float32 else None
-        name = self._name_of(parameter)
-        if plan is None:
-            _checkpoint._check_tensor(value, "master", name, parameter.shape)
+        _checkpoint.check_tensor(value, "master", self._name_of(parameter), parameter.shape)
         self._bind([parameter])
         self._pending_residuals.pop(parameter, None)
-        values = value.detach().to("cpu", torch.float32)
-        if self._core.write_master(parameter, values, True):
-            self._state.refresh([parameter])
+        try:
+            # A copy: the value may be a view of the weight or of its state.
+            self._core.write_master(parameter, value.detach().to("cpu", torch.float32, copy=True), True)
+        finally:
+            self._state.refresh(self._core.take_relaid())
         torch.autograd.graph.increment_version(parameter)
 
     # ---- checkpoints
@@ -381,8 +384,14 @@ class HostOptimizer(Optimizer):
         """Return the state in the layout of torch's AdamW, plus `residual` or `master` for 16-bit parameters.
 
         The tensors are the live state, as torch's are. Empty before the first step, if `state` has not been read.
+
+        Raises
+        ------
+        PoisonedError
+            If a parameter is half updated: such a checkpoint would be wrong without a word.
         """
         self._check_process()
+        self._core.check_poisoned()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         numbers: dict[int, int] = {}
@@ -413,8 +422,8 @@ class HostOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of outboard, or of torch's Adam or AdamW; nothing is loaded if any of it is refused.
 
-        Moments keep the configured `state_dtype`, whatever the checkpoint's. A `master` or `residual` loads into split and
-        full masters alike; a dict with neither leaves the weights and zeroes the residuals. The sources are copied.
+        Moments keep the configured `state_dtype`, whatever the checkpoint's. A `master` or `residual` loads into split
+        and full masters alike; a dict with neither leaves the weights and zeroes the residuals. The sources are copied.
 
         Raises
         ------
@@ -459,10 +468,7 @@ class HostOptimizer(Optimizer):
             self.param_groups = old_groups
             raise
         loaded = {id(item.parameter) for item in plans}
-        for parameter in self._bound:
-            if id(parameter) not in loaded:
-                self._core.reset(parameter)
-        _checkpoint.commit(self, plans)
+        _checkpoint.commit(self, plans, [p for p in self._bound if id(p) not in loaded])
         for key, value in foreign.items():
             self._state[key] = value
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -472,6 +478,7 @@ class HostOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_process()
+        self._core.check_poisoned()
         live = self.state if self._bound else {}
         return {
             "defaults": self.defaults,
@@ -502,8 +509,9 @@ class HostOptimizer(Optimizer):
         """Return counts and sizes: what the optimizer holds, where, and what it has done.
 
         Keys: `parameters` and `elements` that have state; `state_bytes` of host memory that the state takes and
-        `arena_bytes` mapped for it; `device_bytes` (0: nothing is kept on a device); `state_dtype`, `master`; `threads`,
-        `threads_why`, `isa`; `steps`, `skipped_steps`; `last_step_seconds`; `last_grad_norm`; `poisoned` (name to cause).
+        `arena_bytes` mapped for it; `device_bytes` (0: nothing is kept on a device); `state_dtype`, `master`;
+        `threads`, `threads_why`, `isa`; `steps`, `skipped_steps`; `last_step_seconds`; `last_grad_norm`; `poisoned`
+        (name to cause).
         """
         core = self._core.stats()
         return {

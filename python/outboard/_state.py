@@ -1,22 +1,23 @@
 """`optimizer.state`: torch's mapping from parameters to their state tensors, over planes of the arena.
 
-Reading gives zero-copy tensors. Writing copies into the planes, so that a tensor of any dtype and device may be assigned,
-as ZeRO, Lightning and the like do. Both are dict subclasses because torch's tools test for dicts; what leaves through
-`state_dict()` is plain.
+Reading gives zero-copy tensors. Writing copies into the planes, so that a tensor of any dtype and device may be
+assigned, as ZeRO, Lightning and the like do. Both are dict subclasses because torch's tools test for dicts; what leaves
+through `state_dict()` is plain. Neither holds its optimizer: dropping that frees the state at once, without a garbage
+collection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
     from outboard._host import HostOptimizer
-
-#: Names of planes, in the order in which they are listed.
-PLANES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "residual", "master")
 
 _MISSING: Any = object()
 
@@ -28,37 +29,45 @@ class ParameterState(dict[str, Any]):
         # A bare instance is what `type(state)(mapping)` makes in tools that rebuild containers: a plain dict until it
         # is assigned to `optimizer.state`.
         super().__init__(*args, **kwargs)
-        self._owner: tuple[HostOptimizer, torch.Tensor] | None = None
+        self._optimizer: weakref.ref[HostOptimizer] | None = None
+        self._parameter: torch.Tensor | None = None
+        self._planes: frozenset[str] = frozenset()
 
     @classmethod
     def over(cls, optimizer: HostOptimizer, parameter: torch.Tensor) -> ParameterState:
         """Make the state of a bound parameter."""
         state = cls()
-        state._owner = (optimizer, parameter)
+        state._optimizer, state._parameter = weakref.ref(optimizer), parameter
         state.refresh()
         return state
 
+    def _owner(self) -> tuple[HostOptimizer, torch.Tensor] | None:
+        """Return the optimizer and the parameter, if the former still lives."""
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is None or self._parameter is None:
+            return None
+        return optimizer, self._parameter
+
     def refresh(self) -> None:
         """Take the planes' tensors anew: amsgrad has added one, or the parameter's strides have changed."""
-        assert self._owner is not None
-        optimizer, parameter = self._owner
-        for name, plane in optimizer._core.planes(parameter):
-            super().__setitem__(name, torch.from_dlpack(plane))
+        owner = self._owner()
+        assert owner is not None
+        optimizer, parameter = owner
+        tensors = {name: from_dlpack(plane) for name, plane in optimizer._core.planes(parameter)}
+        for name, tensor in tensors.items():
+            if name not in self._planes and name in self:
+                # Kept from a checkpoint until there was a plane for it.
+                tensor.copy_(self[name])
+            super().__setitem__(name, tensor)
+        self._planes = frozenset(tensors)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if self._owner is None or key not in PLANES:
-            super().__setitem__(key, value)
-            return
-        optimizer, parameter = self._owner
-        if super().get(key) is value:
-            return
-        optimizer._load_parameter_state(parameter, {key: value}, partial=True)
+        self.update({key: value})
 
     def __delitem__(self, key: str) -> None:
-        if self._owner is not None and key in PLANES and key in self:
+        if key in self._planes:
             raise TypeError(
-                f"{key!r} cannot be deleted from a parameter's state; "
-                "optimizer.reset(parameter) sets all of it to zero"
+                f"{key!r} cannot be deleted from a parameter's state; optimizer.reset(parameter) sets all of it to zero"
             )
         super().__delitem__(key)
 
@@ -78,22 +87,24 @@ class ParameterState(dict[str, Any]):
 
     def clear(self) -> None:
         """Reset the planes to zero and drop the user's own keys."""
-        if self._owner is not None:
-            optimizer, parameter = self._owner
-            optimizer._core.reset(parameter)
-        for key in [key for key in self if self._owner is None or key not in PLANES]:
-            super().__delitem__(key)
+        owner = self._owner()
+        if owner is not None:
+            optimizer, parameter = owner
+            optimizer.reset(parameter)
+        self.drop_extra()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Assign several keys; nothing is assigned if a plane's value is refused."""
-        new = dict(*args, **kwargs)
-        if self._owner is not None:
-            optimizer, parameter = self._owner
-            planes = {key: value for key, value in new.items() if key in PLANES and super(ParameterState, self).get(key) is not value}
-            if planes:
-                optimizer._load_parameter_state(parameter, planes, partial=True)
+        new = {k: v for k, v in dict(*args, **kwargs).items() if self.get(k, _MISSING) is not v}
+        owner = self._owner()
+        planes = {key: value for key, value in new.items() if key in self._planes}
+        if planes:
+            if owner is None:
+                raise TypeError("the optimizer of this state is gone")
+            optimizer, parameter = owner
+            optimizer._load_parameter_state(parameter, planes)
         for key, value in new.items():
-            if self._owner is None or key not in PLANES:
+            if key not in self._planes:
                 super().__setitem__(key, value)
 
     def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override,misc]
@@ -112,19 +123,17 @@ class ParameterState(dict[str, Any]):
 
     def planes(self) -> dict[str, torch.Tensor]:
         """Return the planes' tensors alone."""
-        return {key: self[key] for key in PLANES if key in self}
+        return {key: self[key] for key in self._planes}
 
     def drop_extra(self) -> None:
         """Forget the user's own keys."""
-        for key in [key for key in self if key not in PLANES]:
+        for key in [key for key in self if key not in self._planes]:
             super().__delitem__(key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (self.plain(),))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        from copy import deepcopy
-
         return deepcopy(self.plain(), memo)
 
 
@@ -133,48 +142,56 @@ class State(dict[torch.Tensor, Any]):
 
     def __init__(self, optimizer: HostOptimizer) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
 
-    def _attach(self, parameter: torch.Tensor) -> ParameterState:
-        state = ParameterState.over(self._optimizer, parameter)
+    def _owner_of(self, key: object) -> HostOptimizer | None:
+        """Return the optimizer, if it still lives and the key is a parameter of its."""
+        optimizer = self._optimizer()
+        if optimizer is None or not isinstance(key, torch.Tensor) or not optimizer._is_listed(key):
+            return None
+        return optimizer
+
+    def attach(self, parameter: torch.Tensor) -> ParameterState:
+        """Make the entry of a bound parameter."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        state = ParameterState.over(optimizer, parameter)
         super().__setitem__(parameter, state)
         return state
 
     def __missing__(self, key: torch.Tensor) -> Any:
         # As torch's defaultdict(dict).
-        if isinstance(key, torch.Tensor) and self._optimizer._is_listed(key):
-            self._optimizer._bind([key])
-            return self._attach(key)
+        optimizer = self._owner_of(key)
+        if optimizer is not None:
+            optimizer._bind([key])
+            return self.attach(key)
         value: dict[str, Any] = {}
         super().__setitem__(key, value)
         return value
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        optimizer = self._optimizer
-        if not (isinstance(key, torch.Tensor) and optimizer._is_listed(key)):
+        optimizer = self._owner_of(key)
+        if optimizer is None:
             super().__setitem__(key, value)
             return
-        if value is super().get(key):
+        if value is self.get(key, _MISSING):
             return
         if not isinstance(value, Mapping):
             raise TypeError(f"the state of a parameter is a mapping, not {type(value).__name__}")
-        optimizer._bind([key])
         state = cast("ParameterState", self[key])
-        values = {name: item for name, item in value.items() if state.get(name) is not item}
-        planes = {name: item for name, item in values.items() if name in PLANES}
-        if planes:
-            optimizer._load_parameter_state(key, planes, partial=True)
-        elif not value:
+        if value:
+            state.update(value)
+        else:
             state.clear()
-        for name, item in values.items():
-            if name not in PLANES:
-                state[name] = item
 
     def __delitem__(self, key: torch.Tensor) -> None:
-        state = self[key] if key in self else None
-        if isinstance(state, ParameterState) and state._owner is not None:
+        state = self.get(key)
+        if isinstance(state, ParameterState):
             state.clear()
         super().__delitem__(key)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._state_is_stale = True
 
     def pop(self, key: torch.Tensor, default: Any = _MISSING) -> Any:
         """Remove a parameter's state (it starts from zero again) and return a copy of it."""
@@ -184,10 +201,7 @@ class State(dict[torch.Tensor, Any]):
             return default
         value = self[key]
         if isinstance(value, ParameterState):
-            value = {
-                name: item.clone() if isinstance(item, torch.Tensor) else item
-                for name, item in value.items()
-            }
+            value = {name: item.clone() if isinstance(item, torch.Tensor) else item for name, item in value.items()}
         del self[key]
         return value
 
@@ -218,19 +232,16 @@ class State(dict[torch.Tensor, Any]):
             self[key] = {} if default is None else default
         return self[key]
 
-    def refresh(self, parameters: list[torch.Tensor]) -> None:
+    def refresh(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take the tensors of these parameters' planes anew."""
         for parameter in parameters:
-            state = super().get(parameter)
+            state = self.get(parameter)
             if isinstance(state, ParameterState):
                 state.refresh()
 
     def plain(self) -> dict[Any, Any]:
         """Return plain dicts of the same values."""
-        return {
-            key: value.plain() if isinstance(value, ParameterState) else value
-            for key, value in self.items()
-        }
+        return {key: value.plain() if isinstance(value, ParameterState) else value for key, value in self.items()}
 
     def foreign(self) -> Iterator[tuple[Any, Any]]:
         """Yield what is not a parameter's state."""
@@ -240,6 +251,4 @@ class State(dict[torch.Tensor, Any]):
         return (dict, (self.plain(),))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
-        from copy import deepcopy
-
         return deepcopy(self.plain(), memo)

@@ -1,7 +1,7 @@
 """Benchmarks: both sides in one run, alternating, medians. Also `python -m outboard bench`.
 
-Speed is a ratio: `ratio_to_torch_fused` above 1 means that outboard is faster than `torch.optim.AdamW(fused=True)` on the
-same values, on this machine, in this run.
+Speed is a ratio: `ratio_to_torch_fused` above 1 means that outboard is faster than `torch.optim.AdamW(fused=True)` on
+the same values, on this machine, in this run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from outboard._adam import CHUNK_ELEMS, AdamW
 from outboard._arguments import check_choice, check_count
@@ -54,9 +55,9 @@ def host(
     dict
         `numel`, `threads`, `machine`, `versions` and one entry per case: `fp32`, `tiny`, `bf16` (bf16 weights and
         gradients, fp32 moments), `bf16_moments`. Times are medians in ms, `gelem_per_s` is 1e9 elements per second,
-        `gb_per_s` counts the bytes that must move. `fp32` also has `torch_fused_gain_from_huge_pages` (torch's kernel on
-        its own pages over torch's kernel on the arena's), `bandwidth_fraction` (outboard's bytes per second over those of
-        a stream loop over the same tensors) and `bits_equal`.
+        `gb_per_s` counts the bytes that must move. `fp32` also has `torch_fused_gain_from_huge_pages` (torch's kernel
+        on its own pages over torch's kernel on the arena's), `bandwidth_fraction` (outboard's bytes per second over
+        those of a stream loop over the same tensors) and `bits_equal`.
     """
     numel = check_count("numel", numel)
     threads = default_threads()[0] if threads is None else check_count("threads", threads)
@@ -136,7 +137,7 @@ def _torch_on(values: torch.Tensor, grad: torch.Tensor, threads: int, arena: boo
     def place(source: torch.Tensor) -> torch.Tensor:
         if not arena:
             return source.clone()
-        return torch.from_dlpack(host_tensor(source.numel(), "float32", threads)).copy_(source)
+        return from_dlpack(host_tensor(source.numel(), "float32", threads)).copy_(source)
 
     parameter = _parameter(place(values), place(grad))
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -162,7 +163,11 @@ def _fp32(numel: int, threads: int) -> dict[str, Any]:
     _, torch_on_arena = _torch_on(values, grad, threads, arena=True)
     del values, grad
     steps = _medians(
-        {"outboard": optimizer.step, "torch": torch_optimizer.step, "torch_on_arena": torch_on_arena.step}
+        {
+            "outboard": optimizer.step,
+            "torch": torch_optimizer.step,
+            "torch_on_arena": torch_on_arena.step,
+        }
     )
     bits_equal = torch.equal(ours, theirs)
     del theirs, torch_optimizer, torch_on_arena
@@ -191,7 +196,7 @@ def _tiny(threads: int) -> dict[str, Any]:
     values, grad = _values(TINY_PARAMETERS * TINY_ELEMENTS)
 
     def parameters() -> list[torch.nn.Parameter]:
-        pairs = zip(values.split(TINY_ELEMENTS), grad.split(TINY_ELEMENTS), strict=True)
+        pairs = zip(torch.split(values, TINY_ELEMENTS), torch.split(grad, TINY_ELEMENTS), strict=True)
         return [_parameter(value.clone(), gradient.clone()) for value, gradient in pairs]
 
     ours = AdamW(parameters(), threads=threads)

@@ -5,8 +5,8 @@ use crate::error::{Error, Result};
 
 fn problem() -> String {
     format!(
-        "this build of outboard has no CUDA library ({BUILD}): install a wheel that has it, or build where CUDA's compiler \
-         is found, with OUTBOARD_CUDA=require to be told if it is not"
+        "this build of outboard has no CUDA library ({BUILD}): install a wheel that has it, or build where CUDA's \
+         compiler is found, with OUTBOARD_CUDA=require to be told if it is not"
     )
 }
 

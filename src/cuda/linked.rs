@@ -1,5 +1,5 @@
-//! The safe layer over the linked library: error codes become [`Error::Cuda`], with CUDA's name of the error and what to do
-//! about those that a user can cure.
+//! The safe layer over the linked library: error codes become [`Error::Cuda`], with CUDA's name of the error and what
+//! to do about those that a user can cure.
 
 use super::{BUILD, DeviceUpdate, Status, sys};
 use crate::error::{Error, Result};
@@ -41,11 +41,12 @@ fn no_device(code: c_int, driver_version: Option<(u32, u32)>) -> String {
              container start it with access to the GPU"
         ),
         (INSUFFICIENT_DRIVER, Some((major, minor))) => format!(
-            "the NVIDIA driver is too old: it supports CUDA {major}.{minor}, and the CUDA 13 runtime in this build needs \
-             driver R580 or newer ({cause}); update the driver"
+            "the NVIDIA driver is too old: it supports CUDA {major}.{minor}, and the CUDA 13 runtime in this build \
+             needs driver R580 or newer ({cause}); update the driver"
         ),
         (NO_DEVICE, _) => format!(
-            "no CUDA device is visible ({cause}): check CUDA_VISIBLE_DEVICES, and in a container that it was given the GPU"
+            "no CUDA device is visible ({cause}): check CUDA_VISIBLE_DEVICES, and in a container that it was given \
+             the GPU"
         ),
         _ => format!("CUDA could not be started: {cause}"),
     }

@@ -1,5 +1,5 @@
 //! The CUDA library in `cuda/`: what it can do on this machine, and the update on the device, behind functions that
-//! return [`Error::Cuda`](crate::Error::Cuda). This layer knows device pointers and streams as numbers and the recipe's constants; it
+//! return [`Error::Cuda`]. This layer knows device pointers and streams as numbers, and the recipe's constants; it
 //! knows no parameters, queues or tensors.
 //!
 //! A crate built without the library (no compiler found, or the feature `cuda` off) has the same functions; they say so
@@ -31,8 +31,8 @@ const BUILD: &str = env!("OUTBOARD_CUDA_BUILD");
 /// What this build and this machine have of CUDA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// The compiler and the devices that the library was compiled for (`nvcc 13.0.88, sm_80 sm_90 compute_90`); `None` if
-    /// the crate was built without it.
+    /// The compiler and the devices that the library was compiled for (`nvcc 13.0.88, sm_80 sm_90 compute_90`); `None`
+    /// if the crate was built without it.
     pub compiled: Option<&'static str>,
     /// Number of devices that can be used.
     pub devices: u32,
@@ -137,10 +137,10 @@ pub fn require_device() -> Result<()> {
 /// [`Error::Cuda`] with the parameter's name and CUDA's name of the error. Nothing has been started then.
 ///
 /// # Safety
-/// Until the stream has done the work, each plane must be `update.len` contiguous elements of its dtype in memory that the
-/// current device can address (its own, or host memory registered as mapped, by its device address); nothing else may
-/// write the planes, or read any of them but `grad`, except in the stream's order; they do not overlap. `stream` belongs to
-/// the current device.
+/// Until the stream has done the work, each plane must be `update.len` contiguous elements of its dtype in memory that
+/// the current device can address (its own, or host memory registered as mapped, by its device address); nothing else
+/// may write the planes, or read any of them but `grad`, except in the stream's order; they do not overlap. `stream`
+/// belongs to the current device.
 pub unsafe fn adamw(update: &DeviceUpdate<'_>) -> Result<()> {
     // SAFETY: the caller vouches for the pointers as `implementation::adamw` asks.
     unsafe { implementation::adamw(update) }

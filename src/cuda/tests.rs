@@ -1,5 +1,5 @@
-//! What can be tested without a device, and the comparison of the kernel with the host's loops, bit for bit, which passes
-//! over itself where there is none.
+//! What can be tested without a device, and the comparison of the kernel with the host's loops, bit for bit, which
+//! skips itself where there is none.
 
 use super::*;
 
@@ -402,7 +402,7 @@ mod linked {
             ("exp_avg_sq", moments, true),
             ("max_exp_avg_sq", moments, case.config.amsgrad),
         ];
-        // After each step, since what is wrong in one may be repaired in the next: a NaN's residual is not looked at again.
+        // After each step, since the next may repair what was wrong in one: a NaN's residual is not looked at again.
         for step in 1..=STEPS {
             let constants = case.config.constants(f64::from(step), case.clip);
             let noise = Noise::new(7, u64::from(step), 3);

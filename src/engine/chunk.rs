@@ -137,7 +137,12 @@ impl Job<'_> {
 }
 
 /// Hands a range of a weight to `update`: as it lies, or gathered and scattered again.
-fn staged<T: Element>(view: &mut StridedMut<'_, T>, range: std::ops::Range<usize>, zero: T, update: impl FnOnce(&mut [T])) {
+fn staged<T: Element>(
+    view: &mut StridedMut<'_, T>,
+    range: std::ops::Range<usize>,
+    zero: T,
+    update: impl FnOnce(&mut [T]),
+) {
     if let Some(all) = view.as_mut_slice() {
         return update(&mut all[range]);
     }

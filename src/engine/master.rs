@@ -4,7 +4,8 @@ use super::slot::{Kept, Slot};
 use super::views::WeightView;
 use crate::error::{Error, Result};
 use crate::kernel::{
-    bf16_to_f32, decode_split, encode_split, f16_to_f32, f32_to_bf16, f32_to_f16, follow_bf16, follow_f16,
+    DefaultFloatEnvironment, bf16_to_f32, decode_split, encode_split, f16_to_f32, f32_to_bf16, f32_to_f16, follow_bf16,
+    follow_f16,
 };
 use crate::memory::{Element, StridedMut, StridedRef};
 use half::{bf16, f16};
@@ -24,7 +25,11 @@ fn blocks<T: Element>(view: &StridedRef<'_, T>, zero: T, mut each: impl FnMut(st
 }
 
 /// As `blocks`, and writes what `each` has made of the block.
-fn blocks_mut<T: Element>(view: &mut StridedMut<'_, T>, zero: T, mut each: impl FnMut(std::ops::Range<usize>, &mut [T])) {
+fn blocks_mut<T: Element>(
+    view: &mut StridedMut<'_, T>,
+    zero: T,
+    mut each: impl FnMut(std::ops::Range<usize>, &mut [T]),
+) {
     let mut buffer = [zero; BLOCK];
     for at in (0..view.as_ref().len()).step_by(BLOCK) {
         let range = at..view.as_ref().len().min(at + BLOCK);
@@ -48,6 +53,7 @@ impl Slot {
     /// # Errors
     /// [`Error::InvalidValue`] if lengths or dtypes do not fit.
     pub fn read_master(&self, weight: &WeightView<'_>, out: &mut StridedMut<'_, f32>) -> Result<()> {
+        let _environment = DefaultFloatEnvironment::enter();
         self.check_len("a weight", weight.len())?;
         self.check_len("an fp32 copy", out.as_ref().len())?;
         match (weight, &self.kept) {
@@ -73,7 +79,11 @@ impl Slot {
     /// # Errors
     /// [`Error::InvalidValue`] if lengths or dtypes do not fit.
     pub fn write_master(&mut self, weight: &mut WeightView<'_>, values: &StridedRef<'_, f32>) -> Result<()> {
+        let _environment = DefaultFloatEnvironment::enter();
         self.check_len("a weight", weight.len())?;
+        if !self.is_for(weight) {
+            return Err(self.wrong_dtype());
+        }
         self.load_kept(values)?;
         macro_rules! write {
             ($live:expr, $zero:expr, $convert:expr) => {
@@ -97,6 +107,7 @@ impl Slot {
     /// # Errors
     /// [`Error::InvalidValue`] if the length does not fit.
     pub fn load_kept(&mut self, values: &StridedRef<'_, f32>) -> Result<()> {
+        let _environment = DefaultFloatEnvironment::enter();
         self.check_len("a master", values.len())?;
         match &mut self.kept {
             Kept::Nothing => {}
@@ -116,6 +127,7 @@ impl Slot {
     /// # Errors
     /// [`Error::InvalidValue`] if lengths do not fit, or the slot has no full bf16 master.
     pub fn load_residual(&mut self, weight: &WeightView<'_>, residuals: &StridedRef<'_, i16>) -> Result<()> {
+        let _environment = DefaultFloatEnvironment::enter();
         self.check_len("a weight", weight.len())?;
         self.check_len("a residual", residuals.len())?;
         let (WeightView::Bf16(live), Kept::Master(plane)) = (weight, &mut self.kept) else {
@@ -136,6 +148,7 @@ impl Slot {
     /// # Errors
     /// [`Error::InvalidValue`] if lengths or dtypes do not fit.
     pub fn clear_kept(&mut self, weight: &WeightView<'_>) -> Result<()> {
+        let _environment = DefaultFloatEnvironment::enter();
         self.check_len("a weight", weight.len())?;
         match (weight, &mut self.kept) {
             (_, Kept::Nothing) => {}

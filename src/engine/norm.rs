@@ -40,7 +40,8 @@ pub(super) fn squared_norms(pool: &WorkerPool, isa: Isa, grads: &[&GradView<'_>]
             for (index, partial) in partials.iter_mut().enumerate() {
                 let at = (*first_block + index) * BLOCK;
                 let len = BLOCK.min(grad.len() - at);
-                *partial = grad.with_logical_block::<BLOCK, _>(at, len, |block| kernel::sum_of_squares(isa, block, scale));
+                *partial =
+                    grad.with_logical_block::<BLOCK, _>(at, len, |block| kernel::sum_of_squares(isa, block, scale));
             }
         }
     })?;

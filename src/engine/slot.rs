@@ -1,6 +1,6 @@
 //! A slot: one parameter's state, as planes in the arena.
 
-use super::views::Split;
+use super::views::{Split, WeightView};
 use crate::error::{Error, Result};
 use crate::kernel::MomentSlices;
 use crate::memory::{Element, Layout, Plane, Slab, StridedRef, Walks, plane_bytes};
@@ -102,11 +102,12 @@ pub struct MomentPlanes<T> {
 
 impl<T: Element> MomentPlanes<T> {
     fn carve(slab: &mut Slab, len: usize, amsgrad: bool) -> Self {
-        Self {
-            exp_avg: slab.carve(len),
-            exp_avg_sq: slab.carve(len),
-            max_exp_avg_sq: amsgrad.then(|| slab.carve(len)),
-        }
+        Self { exp_avg: slab.carve(len), exp_avg_sq: slab.carve(len), max_exp_avg_sq: amsgrad.then(|| slab.carve(len)) }
+    }
+
+    fn have_len(&self, len: usize) -> bool {
+        let planes = [Some(&self.exp_avg), Some(&self.exp_avg_sq), self.max_exp_avg_sq.as_ref()];
+        planes.into_iter().flatten().all(|plane| plane.as_slice().len() == len)
     }
 
     fn reorder(&mut self, walks: &Walks) {
@@ -176,6 +177,32 @@ impl Slot {
         Self { spec, step, moments, kept, poisoned: None }
     }
 
+    /// Whether a weight is of the slot's kind.
+    pub(super) fn is_for(&self, weight: &WeightView<'_>) -> bool {
+        matches!(
+            (weight, self.spec.weight),
+            (WeightView::F32(_), WeightKind::F32)
+                | (WeightView::Bf16(_), WeightKind::Bf16Split | WeightKind::Bf16Full)
+                | (WeightView::F16(_), WeightKind::F16Full)
+        )
+    }
+
+    /// Whether every plane is there and as long as the layout says. Planes are public, so this cannot be taken for granted.
+    pub(super) fn is_whole(&self) -> bool {
+        let len = self.spec.layout.numel();
+        let kept = match (&self.kept, self.spec.weight) {
+            (Kept::Nothing, WeightKind::F32) => true,
+            (Kept::Residual(plane), WeightKind::Bf16Split) => plane.as_slice().len() == len,
+            (Kept::Master(plane), WeightKind::Bf16Full | WeightKind::F16Full) => plane.as_slice().len() == len,
+            _ => false,
+        };
+        let moments = match &self.moments {
+            Moments::F32(planes) => planes.have_len(len),
+            Moments::Bf16(planes) => planes.have_len(len),
+        };
+        kept && moments && self.step.as_slice().len() == 1
+    }
+
     /// Steps taken so far.
     pub fn steps(&self) -> f64 {
         self.step.as_slice()[0]
@@ -210,7 +237,10 @@ impl Slot {
         let old = &self.spec.layout;
         if layout.sizes != old.sizes {
             let name = &self.spec.name;
-            return Err(Error::InvalidValue(format!("{name}: its state has shape {:?}, not {:?}", old.sizes, layout.sizes)));
+            return Err(Error::InvalidValue(format!(
+                "{name}: its state has shape {:?}, not {:?}",
+                old.sizes, layout.sizes
+            )));
         }
         let walks = Walks::new(&layout, old);
         match &mut self.moments {
@@ -243,8 +273,9 @@ impl Slot {
         }
     }
 
-    /// The planes for the chunks to update, and what is written once they are done: the new step count, or the failure.
-    pub(super) fn split_for_update(&mut self, steps: f64) -> (PlanesMut<'_>, AfterUpdate<'_>) {
+    /// The planes for the chunks to update (the maximum only if it is used), and what is written once they are done: the new
+    /// step count, or the failure.
+    pub(super) fn split_for_update(&mut self, steps: f64, amsgrad: bool) -> (PlanesMut<'_>, AfterUpdate<'_>) {
         let Self { spec, step, moments, kept, poisoned } = self;
         let kept = match kept {
             Kept::Nothing => KeptMut::Nothing,
@@ -252,8 +283,8 @@ impl Slot {
             Kept::Master(plane) => KeptMut::Master(plane.as_mut_slice()),
         };
         let moments = match moments {
-            Moments::F32(planes) => MomentsMut::F32(planes.slices()),
-            Moments::Bf16(planes) => MomentsMut::Bf16(planes.slices()),
+            Moments::F32(planes) => MomentsMut::F32(planes.slices().used(amsgrad)),
+            Moments::Bf16(planes) => MomentsMut::Bf16(planes.slices().used(amsgrad)),
         };
         let after = AfterUpdate { name: &spec.name, step: &mut step.as_mut_slice()[0], steps, poisoned };
         (PlanesMut { moments, kept }, after)
@@ -296,6 +327,10 @@ pub(super) struct MomentRun<'a, T> {
 }
 
 impl<T: Copy> MomentRun<'_, T> {
+    fn used(self, amsgrad: bool) -> Self {
+        Self { max_exp_avg_sq: self.max_exp_avg_sq.filter(|_| amsgrad), ..self }
+    }
+
     fn zero(self, zero: T) {
         for plane in [Some(self.exp_avg), Some(self.exp_avg_sq), self.max_exp_avg_sq].into_iter().flatten() {
             plane.fill(zero);

@@ -3,10 +3,10 @@
 
 use super::chunk::Chunk;
 use super::norm::{SquaredNorms, squared_norms};
-use super::slot::{Kept, Slot, WeightKind};
+use super::slot::Slot;
 use super::views::{GradView, WeightView};
 use crate::error::{Error, Failure, Result};
-use crate::kernel::{AdamWConfig, Constants, Isa, Noise};
+use crate::kernel::{AdamWConfig, Constants, DefaultFloatEnvironment, Isa, Noise};
 use crate::pool::WorkerPool;
 
 /// Elements in a chunk, unless the caller says otherwise. 1 MiB of each fp32 plane: large enough that handing it out
@@ -42,9 +42,10 @@ pub struct StepOptions {
     pub found_inf: bool,
     /// Seed of the noise of stochastic rounding.
     pub seed: u64,
-    /// For tests of what failures do: the chunk that holds this element of this update panics.
+    /// For tests of what failures do: the chunks that hold these elements panic, each an index of an update and one of an
+    /// element.
     #[doc(hidden)]
-    pub fail_at: Option<(usize, usize)>,
+    pub fail_at: Vec<(usize, usize)>,
 }
 
 impl Default for StepOptions {
@@ -57,7 +58,7 @@ impl Default for StepOptions {
             grad_scale: None,
             found_inf: false,
             seed: 0,
-            fail_at: None,
+            fail_at: Vec::new(),
         }
     }
 }
@@ -97,6 +98,8 @@ pub struct StepReport {
 pub fn step(pool: &WorkerPool, isa: Isa, mut updates: Vec<Update<'_>>, options: &StepOptions) -> Result<StepReport> {
     pool.check_process()?;
     validate(&updates, options)?;
+    // For the constants, the clip factor and the last additions of the norm, which are formed on this thread.
+    let _environment = DefaultFloatEnvironment::enter();
     let mut report = StepReport::default();
     if options.found_inf {
         report.skipped = true;
@@ -145,20 +148,19 @@ fn validate(updates: &[Update<'_>], options: &StepOptions) -> Result<()> {
     if let Some(max_norm) = options.max_grad_norm.filter(|max| !(*max >= 0.0)) {
         return Err(Error::InvalidValue(format!("max_grad_norm must be at least 0, not {max_norm}")));
     }
-    for Update { slot, weight, grad, .. } in updates {
+    for Update { slot, weight, grad, config } in updates {
         let name = &slot.spec.name;
         if let Some(cause) = &slot.poisoned {
             return Err(Error::Poisoned { parameter: name.clone(), cause: cause.clone() });
         }
-        let fits = matches!(
-            (weight, slot.spec.weight, &slot.kept),
-            (WeightView::F32(_), WeightKind::F32, Kept::Nothing)
-                | (WeightView::Bf16(_), WeightKind::Bf16Split, Kept::Residual(_))
-                | (WeightView::Bf16(_), WeightKind::Bf16Full, Kept::Master(_))
-                | (WeightView::F16(_), WeightKind::F16Full, Kept::Master(_))
-        );
-        if !fits {
-            return Err(Error::InvalidValue(format!("{name}: the weight is not {:?}, as its state is", slot.spec.weight)));
+        if !slot.is_for(weight) || !slot.is_whole() {
+            let kind = slot.spec.weight;
+            return Err(Error::InvalidValue(format!(
+                "{name}: weight and planes do not fit its state, which is {kind:?}"
+            )));
+        }
+        if config.amsgrad && !slot.spec.amsgrad {
+            return Err(Error::InvalidValue(format!("{name}: amsgrad for state that was made without its plane")));
         }
         let expected = slot.spec.layout.numel();
         if (weight.len(), grad.len()) != (expected, expected) {
@@ -190,7 +192,7 @@ fn run(
         let constants = constants.get(&config, steps, clip);
         let len = weight.len();
         // The step count and the failure mark are written once all chunks are done, the planes by the chunks.
-        let (planes, after) = slot.split_for_update(steps);
+        let (planes, after) = slot.split_for_update(steps, config.amsgrad);
         slots.push(after);
         let whole = Chunk { update: index, first: 0, len, weight, grad, planes, constants, noise };
         whole.cut(options.chunk_elems, |chunk| bundles.push(chunk));
@@ -200,7 +202,10 @@ fn run(
     let broken = pool.for_each(bundles.into_iter(), |bundle| {
         for chunk in bundle {
             let (update, first, len) = (chunk.update, chunk.first, chunk.len);
-            let fails = options.fail_at.is_some_and(|(at, element)| at == update && (first..first + len.max(1)).contains(&element));
+            let fails = options
+                .fail_at
+                .iter()
+                .any(|&(at, element)| at == update && (first..first + len.max(1)).contains(&element));
             let work = || {
                 assert!(!fails, "failure asked for by a test");
                 chunk.run(isa, options.grad_scale);

@@ -76,9 +76,9 @@ pub enum GradElements<'a, T> {
     Exclusive(StridedMut<'a, T>),
 }
 
-impl<'a, T: Element> GradElements<'a, T> {
+impl<T: Element> GradElements<'_, T> {
     /// The elements, to read.
-    pub fn as_ref(&self) -> &StridedRef<'a, T> {
+    pub fn as_ref(&self) -> &StridedRef<'_, T> {
         match self {
             Self::Shared(view) => view,
             Self::Exclusive(view) => view.as_ref(),
@@ -154,7 +154,12 @@ impl GradView<'_> {
     }
 
     /// Hands `len` elements from position `at` on (in the order of the state) to `use_them`, gathered if need be.
-    pub(super) fn with_block<const BLOCK: usize, R>(&self, at: usize, len: usize, use_them: impl FnOnce(GradSlice<'_>) -> R) -> R {
+    pub(super) fn with_block<const BLOCK: usize, R>(
+        &self,
+        at: usize,
+        len: usize,
+        use_them: impl FnOnce(GradSlice<'_>) -> R,
+    ) -> R {
         with_grad!(self, |view, slice, zero| match view.as_ref().as_slice() {
             Some(all) => use_them(slice(&all[at..at + len])),
             None => {

@@ -19,7 +19,7 @@ pub fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
     let is_nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000;
-    if is_nan { BF16_NAN } else { rounded as u16 }
+    (if is_nan { u32::from(BF16_NAN) } else { rounded }) as u16
 }
 
 /// fp32 to bf16 bits with stochastic rounding: `noise` is uniform over 16 bits, and the value is rounded away from zero
@@ -77,7 +77,8 @@ mod tests {
     /// All 2^32 patterns would take a minute; every exponent with every pattern near a rounding boundary does not.
     #[test]
     fn narrowing_rounds_to_nearest_even_as_half_does() {
-        let tails: Vec<u32> = (0..1_u32 << 13).map(|i| i.wrapping_mul(0x9E37_79B9) & 0x7F_FFFF).chain(near_boundaries()).collect();
+        let tails: Vec<u32> =
+            (0..1_u32 << 13).map(|i| i.wrapping_mul(0x9E37_79B9) & 0x7F_FFFF).chain(near_boundaries()).collect();
         for high in 0..=0x1FF_u32 {
             for &tail in &tails {
                 let value = f32::from_bits((high << 23) | tail);

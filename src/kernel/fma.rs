@@ -48,14 +48,33 @@ mod tests {
 
     fn same(a: f32, b: f32, c: f32) {
         let (got, want) = (SoftwareFma::fma(a, b, c), a.mul_add(b, c));
-        assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "fma({a:e}, {b:e}, {c:e}) = {got:e}, not {want:e}");
+        assert!(
+            got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()),
+            "fma({a:e}, {b:e}, {c:e}) = {got:e}, not {want:e}"
+        );
     }
 
     #[test]
     fn edges() {
         let edges = [
-            0.0, -0.0, 1.0, -1.0, f32::MIN_POSITIVE, -f32::MIN_POSITIVE, f32::from_bits(1), -f32::from_bits(1), f32::MAX, f32::MIN,
-            f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::EPSILON, 1.0 + f32::EPSILON, 1.0 - f32::EPSILON / 2.0, 3.0e-23, 1.5e19,
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            f32::MIN_POSITIVE,
+            -f32::MIN_POSITIVE,
+            f32::from_bits(1),
+            -f32::from_bits(1),
+            f32::MAX,
+            f32::MIN,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            f32::NAN,
+            f32::EPSILON,
+            1.0 + f32::EPSILON,
+            1.0 - f32::EPSILON / 2.0,
+            3.0e-23,
+            1.5e19,
         ];
         for a in edges {
             for b in edges {

@@ -65,7 +65,10 @@ impl Isa {
     /// [`Error::InvalidValue`] when the variable names no level or one this machine cannot run.
     pub fn current() -> Result<Self> {
         static CHOICE: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
-        CHOICE.get_or_init(|| Self::choose(std::env::var("OUTBOARD_ISA").ok().as_deref())).clone().map_err(Error::InvalidValue)
+        CHOICE
+            .get_or_init(|| Self::choose(std::env::var("OUTBOARD_ISA").ok().as_deref()))
+            .clone()
+            .map_err(Error::InvalidValue)
     }
 
     fn choose(forced: Option<&str>) -> std::result::Result<Self, String> {

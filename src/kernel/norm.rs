@@ -61,7 +61,8 @@ mod tests {
 
     #[test]
     fn close_to_the_exact_sum() {
-        let values: Vec<f32> = (0..100_003_u32).map(|i| (i.wrapping_mul(2_654_435_761) as f32 / 4e9 - 0.5) * 1e-3).collect();
+        let values: Vec<f32> =
+            (0..100_003_u32).map(|i| (i.wrapping_mul(2_654_435_761) as f32 / 4e9 - 0.5) * 1e-3).collect();
         let partials = values.chunks(BLOCK).map(|block| block_sum_of_squares(block, 1.0)).collect();
         let exact: f64 = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
         assert!((reduce_partials(partials) / exact - 1.0).abs() < 1e-12);
@@ -85,6 +86,6 @@ mod tests {
         assert_eq!(reduce_partials(vec![]), 0.0);
         assert!(block_sum_of_squares(&[f32::NAN], 1.0).is_nan());
         assert_eq!(block_sum_of_squares(&[f32::INFINITY], 1.0), f64::INFINITY);
-        assert_eq!(block_sum_of_squares(&[f32::MAX; 9], 1.0) , 9.0 * f64::from(f32::MAX).powi(2));
+        assert_eq!(block_sum_of_squares(&[f32::MAX; 9], 1.0), 9.0 * f64::from(f32::MAX).powi(2));
     }
 }

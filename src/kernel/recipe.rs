@@ -5,10 +5,10 @@
 //! of operations of `torch.optim.AdamW(fused=True)` on CPU tensors, which it equals bit for bit.
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_bf16_stochastic, f32_to_f16};
-use crate::error::{Error, Result};
 use super::fma::Fma;
 use super::master::{decode_split, encode_split, follow_bf16, follow_f16};
 use super::noise::{Noise, hash32};
+use crate::error::{Error, Result};
 
 /// One parameter group's settings, as the user gives them.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -109,7 +109,7 @@ impl Layout {
 pub fn share_memory(a: (usize, &Layout, usize), b: (usize, &Layout, usize)) -> bool {
     let span = |(at, layout, size): (usize, &Layout, usize)| (at, at + layout.span() * size);
     let ((a_start, a_end), (b_start, b_end)) = (span(a), span(b));
-    if a_start >= b_end || b_start >= a_end {
+    if a_start >= b_end || b_start >= a_end || a_start == a_end || b_start == b_end {
         return false;
     }
     if a.1.is_dense() && b.1.is_dense() {
@@ -220,7 +220,9 @@ mod tests {
     #[test]
     fn sharing_memory() {
         let columns = |from: usize, to: usize| (from * 4, layout(&[8, to - from], &[64, 1]));
-        let shares = |(a, a_layout): (usize, Layout), (b, b_layout): (usize, Layout)| share_memory((a, &a_layout, 4), (b, &b_layout, 4));
+        let shares = |(a, a_layout): (usize, Layout), (b, b_layout): (usize, Layout)| {
+            share_memory((a, &a_layout, 4), (b, &b_layout, 4))
+        };
         assert!(!shares(columns(0, 8), columns(8, 56)));
         assert!(shares(columns(0, 9), columns(8, 56)));
         assert!(shares(columns(8, 56), columns(0, 64)));

@@ -138,7 +138,7 @@ impl<'a, T: Element> StridedMut<'a, T> {
     }
 
     /// The elements, to read.
-    pub fn as_ref(&self) -> &StridedRef<'a, T> {
+    pub fn as_ref(&self) -> &StridedRef<'_, T> {
         &self.view
     }
 
@@ -147,7 +147,11 @@ impl<'a, T: Element> StridedMut<'a, T> {
         let StridedRef { base, start, len, .. } = self.view;
         // SAFETY: `new`'s contract; without a walk the elements are `len` neighbours from `base + start`, and `&mut self`
         // excludes every other access through this borrow.
-        self.view.walks.memory.is_none().then(|| unsafe { std::slice::from_raw_parts_mut(base.cast_mut().add(start), len) })
+        self.view
+            .walks
+            .memory
+            .is_none()
+            .then(|| unsafe { std::slice::from_raw_parts_mut(base.cast_mut().add(start), len) })
     }
 
     /// Writes `values` from position `at` on, in the order of the state.

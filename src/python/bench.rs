@@ -1,7 +1,7 @@
 //! What the host benchmark needs beside an optimizer: tensors on the arena's pages, and its yardstick.
 
+use super::core::shared_pool;
 use super::dlpack::PyPlane;
-use super::optimizer::shared_pool;
 use super::tensor::{DType, HostTensor, Role, TensorReader};
 use crate::error::Error;
 use crate::kernel::{DefaultFloatEnvironment, Isa, stream};
@@ -30,7 +30,12 @@ pub(super) fn host_tensor(numel: usize, dtype: &str, threads: usize) -> PyResult
 
 /// One pass of the stream loop over four fp32 tensors: reads all, writes the first three, 28 bytes per element.
 #[pyfunction]
-pub(super) fn stream_pass(py: Python<'_>, tensors: [Bound<'_, PyAny>; 4], threads: usize, chunk_elems: usize) -> PyResult<()> {
+pub(super) fn stream_pass(
+    py: Python<'_>,
+    tensors: [Bound<'_, PyAny>; 4],
+    threads: usize,
+    chunk_elems: usize,
+) -> PyResult<()> {
     let reader = TensorReader::new(py)?;
     let read = |tensor: &Bound<'_, PyAny>| {
         reader.read(tensor, Role::Parameter, &|| "a stream tensor".into(), |host, shape| {

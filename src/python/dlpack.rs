@@ -138,14 +138,18 @@ impl PyPlane {
     #[pyo3(signature = (**_options))]
     fn __dlpack__<'py>(&self, py: Python<'py>, _options: Option<&Bound<'_, PyDict>>) -> PyResult<Bound<'py, PyAny>> {
         let signed = |values: &[usize]| -> PyResult<Vec<i64>> {
-            values.iter().map(|&v| i64::try_from(v).map_err(|_| PyBufferError::new_err("dimension beyond 2^63"))).collect()
+            values
+                .iter()
+                .map(|&v| i64::try_from(v).map_err(|_| PyBufferError::new_err("dimension beyond 2^63")))
+                .collect()
         };
         let mut owner = Box::new(Owner {
             tensor: DLManagedTensor {
                 dl_tensor: DLTensor {
                     data: self.start.as_ptr(),
                     device: DLDevice { device_type: CPU, device_id: 0 },
-                    ndim: i32::try_from(self.layout.sizes.len()).map_err(|_| PyBufferError::new_err("too many dimensions"))?,
+                    ndim: i32::try_from(self.layout.sizes.len())
+                        .map_err(|_| PyBufferError::new_err("too many dimensions"))?,
                     dtype: self.dtype,
                     shape: std::ptr::null_mut(),
                     strides: std::ptr::null_mut(),
@@ -207,4 +211,3 @@ unsafe extern "C" fn destroy(capsule: *mut ffi::PyObject) {
         }
     }
 }
-

@@ -31,7 +31,12 @@ create_exception!(
     OutboardError,
     "The optimizer was made in another process and reached this one by a fork. Build it in the process that steps it."
 );
-create_exception!(outboard, DeviceError, OutboardError, "A device that is not there, or that this build cannot update on.");
+create_exception!(
+    outboard,
+    DeviceError,
+    OutboardError,
+    "A device that is not there, or that this build cannot update on."
+);
 
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {

@@ -15,7 +15,13 @@ pub(super) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
     info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
     info.set_item("isa_available", Isa::available().map(Isa::name).collect::<Vec<_>>())?;
-    info.set_item("isa", Isa::current()?.name())?;
+    // OUTBOARD_ISA may name no usable level: that is an error for whoever makes an optimizer, not for `import outboard`.
+    let (isa, problem) = match Isa::current() {
+        Ok(isa) => (Some(isa.name()), None),
+        Err(error) => (None, Some(error.to_string())),
+    };
+    info.set_item("isa", isa)?;
+    info.set_item("isa_problem", problem)?;
     Ok(info)
 }
 

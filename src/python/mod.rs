@@ -2,10 +2,12 @@
 //! type. No arithmetic.
 
 mod bench;
+mod core;
 mod dlpack;
 mod errors;
+mod groups;
 mod info;
-mod optimizer;
+mod parameters;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -13,8 +15,8 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::add(module)?;
-    module.add_class::<optimizer::Core>()?;
-    module.add_class::<optimizer::StepOutcome>()?;
+    module.add_class::<core::Core>()?;
+    module.add_class::<core::StepOutcome>()?;
     module.add_class::<dlpack::PyPlane>()?;
     module.add_function(wrap_pyfunction!(info::build_info, module)?)?;
     module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;

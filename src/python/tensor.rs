@@ -27,7 +27,7 @@ impl DType {
         }
     }
 
-    fn size(self) -> usize {
+    pub(super) fn size(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
     }
 }
@@ -259,7 +259,10 @@ fn read_attributes(
     let device = tensor.getattr(intern!(py, "device"))?;
     let device_type = device.getattr("type")?.to_string();
     if device_type != "cpu" {
-        return Err(Error::Cuda(format!("{who}: it is on {device}; this version updates parameters in host memory (cpu)")).into());
+        return Err(Error::Cuda(format!(
+            "{who}: it is on {device}; this version updates parameters in host memory (cpu)"
+        ))
+        .into());
     }
     let data: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
     let sizes: Vec<i64> = tensor.getattr(intern!(py, "shape"))?.extract()?;

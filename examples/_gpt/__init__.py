@@ -1,0 +1,1 @@
+"""Parts of ``examples/train_gpt.py``: text, model, training run, checkpoint, report."""
