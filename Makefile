@@ -1,5 +1,5 @@
 # Every target installs and builds what it needs and nothing that is current already.
-# The pins of the Python packages are pyproject.toml's dependency groups; those of tools that only one target needs are here.
+# Python packages are pinned in pyproject.toml's dependency groups; tools that only one target needs are pinned here.
 
 PIP_VERSION := 26.1
 ZIGLANG := 0.17.1

@@ -4,13 +4,14 @@
 #
 # Memcheck sees the heap and the stack. State lives in mappings, whose neighbours are found by the tests' guard bytes.
 #
-# Tests are compiled with optimisation and with line numbers ([profile.test]), which keeps the run to seconds where an
-# unoptimised build takes minutes. Property tests that set no number of cases of their own get 32 instead of 256.
+# Tests are compiled with optimisation and with line numbers ([profile.test]): an unoptimised build takes many times as
+# long. Property tests that set no number of cases of their own get 32 instead of 256 (PROPTEST_CASES). The longest are
+# those that step large parameters on several threads, which valgrind runs one at a time: minutes for each level.
 # Doctests are left out: they run in `make test-rust`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# valgrind executes SSE arithmetic without flush-to-zero and reads MXCSR's flushing bits back as 0, so the test that sets
+# valgrind computes without flush-to-zero and reads MXCSR's flushing bits back as 0, so the test that sets
 # them cannot pass. Named in full: once renamed it runs, fails and is noticed.
 skipped=(kernel::fpenv::tests::denormals_survive_a_flushing_caller_who_keeps_his_setting)
 

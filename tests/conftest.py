@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ import torch
 def _as_found() -> Iterator[None]:
     """Give each test the same random numbers and one torch thread, and take back what it set process-wide.
 
-    With one thread the last elements of a tensor are all that torch's kernels handle as a tail, and the many small
-    tensor operations of the oracle do not wait for threads on a busy machine.
+    With one thread the last elements of a tensor are all that torch's kernels handle as a tail, and the many small tensor
+    operations of the oracle do not wait for threads on a busy machine.
     """
     dtype = torch.get_default_dtype()
     torch.manual_seed(20240229)
@@ -34,21 +36,65 @@ def torch_threads() -> None:
     torch.set_num_threads(4)
 
 
+#: Imports torch, which takes seconds, and forks a process for each program that it is told to run. outboard is imported by
+#: each program itself, so each is as a fresh interpreter to it.
+NURSERY = """
+import json, os, sys, traceback, warnings
+import torch
+torch.set_num_threads(1)
+torch.optim.SGD([torch.ones(1, requires_grad=True)])  # imports the rest of torch, which is lazy
+for line in sys.stdin:
+    order = json.loads(line)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12's, of forks beside threads
+        child = os.fork()
+    if not child:
+        warnings.simplefilter("error")
+        os.environ.update(order["environment"])
+        sys.argv = ["program", *order["arguments"]]
+        for number, name in ((0, os.devnull), (1, order["stdout"]), (2, order["stderr"])):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
+        sys.stdout = open(1, "w", closefd=False)
+        exec(compile(order["program"], "program", "exec"), {"__name__": "__main__"})
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def _nursery() -> Iterator[subprocess.Popen[str]]:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", NURSERY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    yield process
+    process.stdin.close()
+    process.stdout.close()
+    process.wait()
+
+
 @pytest.fixture
-def python() -> Callable[..., str]:
-    """Return a function that runs a program in a fresh interpreter and returns what it printed."""
+def python(_nursery: Any, tmp_path: Path) -> Callable[..., str]:
+    """Return a function that runs a program in a process of its own and returns what it printed."""
 
     def run(program: str, *arguments: str, expect: int = 0, **environment: str) -> str:
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-        )
-        assert done.returncode == expect, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
+        for file in (stdout, stderr):
+            file.write_text("")
+        order = {
+            "program": textwrap.dedent(program),
+            "arguments": arguments,
+            "environment": environment,
+            "stdout": str(stdout),
+            "stderr": str(stderr),
+        }
+        print(json.dumps(order), file=_nursery.stdin, flush=True)
+        status = int(_nursery.stdout.readline())
+        assert status == expect, f"exit status {status}\n{stdout.read_text()}\n{stderr.read_text()}"
+        return stdout.read_text()
 
     return run

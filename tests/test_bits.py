@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -40,7 +37,7 @@ VECTOR = 16
 
 
 def leaf(values: torch.Tensor) -> torch.Tensor:
-    return values.clone().requires_grad_()
+    return values.detach().clone().requires_grad_()
 
 
 def set_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -383,17 +380,14 @@ OTHER_LEVELS = sorted({*outboard.build_info()["isa_available"]} - {outboard.buil
 
 
 @pytest.mark.parametrize("isa", OTHER_LEVELS)
-def test_isa_levels_change_no_bit(isa, usual) -> None:
+def test_isa_levels_change_no_bit(isa, usual, python) -> None:
     """A CPU without AVX-512 or AVX2 (force each level off): the same bits, no illegal instruction."""
-    done = subprocess.run(
-        [sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "OUTBOARD_ISA": isa},
-    )
-    printed = json.loads(done.stdout)
+    program = """
+        import json, outboard, test_bits
+        found = {name: test_bits.run_scenario(name, threads=2) for name in test_bits.SCENARIOS}
+        print(json.dumps({"isa": outboard.build_info()["isa"], "fingerprints": found}))
+    """
+    printed = json.loads(python(program, OUTBOARD_ISA=isa))
     assert printed["isa"] == isa
     assert printed["fingerprints"] == usual
 
@@ -553,9 +547,3 @@ def test_flush_denormal_before_the_pool_exists_flushes_nothing(threads) -> None:
     torch.set_flush_denormal(False)
     oracle.assert_equal(optimizer, p)
     assert norm.last_grad_norm == pytest.approx(float(torch.linalg.vector_norm(grad.double())), rel=1e-6, abs=0)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = {name: run_scenario(name, threads=2) for name in SCENARIOS}
-    print(json.dumps({"isa": outboard.build_info()["isa"], "fingerprints": found}))

@@ -25,7 +25,7 @@ CLASSES = [outboard.AdamW, outboard.Adam]
 
 
 def leaf(values: torch.Tensor) -> torch.Tensor:
-    return values.clone().requires_grad_()
+    return values.detach().clone().requires_grad_()
 
 
 # ---- mixtures

@@ -26,8 +26,7 @@ def close_to_ref(got: torch.Tensor, wanted: torch.Tensor) -> None:
     ulp = {FLOAT: 2**-22, BF16: 2**-8, FP16: 2**-11}[got.dtype]
     error = (got.detach().double() - wanted).abs()
     limit = wanted.abs() * ulp + 1e-6
-    assert bool((error <= limit).all()), f"{int((error > limit).sum())} of {got.numel()} off, worst
-    {float(error.max())}"
+    assert bool((error <= limit).all()), f"{int((error > limit).sum())} of {got.numel()} off, worst {float(error.max())}"
 
 
 def test_two_million_ones() -> None:

@@ -550,3 +550,12 @@ def test_a_reader_that_has_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         monkeypatch.setattr(sys, "stdout", pipe)
         assert main(["doctor"]) == 141
     assert capsys.readouterr().err == ""
+
+
+def test_a_level_that_is_not_there_is_a_problem_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {**_native.build_info(), "isa": None, "isa_problem": "OUTBOARD_ISA=sse9 is not a level; available: portable"}
+    monkeypatch.setattr(_native, "build_info", lambda: known)
+    finding = next(finding for finding in doctor.report() if finding.name == "isa")
+    assert finding.status == "problem"
+    assert "sse9" in finding.found
+    assert "OUTBOARD_ISA" in finding.advice

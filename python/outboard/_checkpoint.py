@@ -132,8 +132,9 @@ def commit(optimizer: HostOptimizer, plans: list[Plan], reset: Iterable[torch.Te
 
     A source may be the plane itself, or another plane of this optimizer.
     """
-    optimizer._bind([item.parameter for item in plans])
     reset = list(reset)
+    optimizer._bind([item.parameter for item in plans])
+    optimizer._state.refresh([item.parameter for item in plans])
     own = {
         tensor.untyped_storage().data_ptr()
         for parameter in [*(item.parameter for item in plans), *reset]

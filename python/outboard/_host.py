@@ -238,6 +238,7 @@ class HostOptimizer(Optimizer):
                 loss = closure()
         self._check_process()
         began = time.perf_counter()
+        self._state.adopt()
         self._bind(self._core.unbound(self.param_groups, False))
         self._settle()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -407,6 +408,7 @@ class HostOptimizer(Optimizer):
         state: dict[Any, Any] = {}
         if self._bound:
             live = self.state
+            live.adopt()
             for parameter in self._bound:
                 if id(parameter) in numbers:
                     state[numbers[id(parameter)]] = live[parameter].plain()
@@ -479,11 +481,12 @@ class HostOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._check_process()
         self._core.check_poisoned()
-        live = self.state if self._bound else {}
+        live = self.state if self._bound else State(self)
+        live.adopt()
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": live.plain() if isinstance(live, State) else {},
+            "state": live.plain(),
             "options": {name: getattr(self, name) for name in _OPTIONS},
         }
 

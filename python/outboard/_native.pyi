@@ -70,3 +70,24 @@ def stream_pass(
     chunk_elems: int,
 ) -> None: ...
 def require_gpu_lane() -> None: ...
+def cuda_adamw(
+    group: dict[str, Any],
+    *,
+    weight_kind: str,
+    grad_kind: str,
+    moment_kind: str,
+    weight: int,
+    kept: int,
+    grad: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    max_exp_avg_sq: int,
+    len: int,
+    first: int,
+    step: float,
+    clip: float,
+    seed: int,
+    number: int,
+    grad_scale: float | None,
+    stream: int,
+) -> None: ...

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _MISSING: Any = object()
 
+#: What is kept beside 16-bit weights, in either form.
+_KEPT = ("residual", "master")
+
 
 class ParameterState(dict[str, Any]):
     """The state of one parameter. Planes are written through; other keys are kept as they are."""
@@ -31,7 +34,8 @@ class ParameterState(dict[str, Any]):
         super().__init__(*args, **kwargs)
         self._optimizer: weakref.ref[HostOptimizer] | None = None
         self._parameter: torch.Tensor | None = None
-        self._planes: frozenset[str] = frozenset()
+        #: The planes' tensors as they were handed out, with the addresses of their elements.
+        self._handed_out: dict[str, tuple[torch.Tensor, int]] = {}
 
     @classmethod
     def over(cls, optimizer: HostOptimizer, parameter: torch.Tensor) -> ParameterState:
@@ -55,17 +59,29 @@ class ParameterState(dict[str, Any]):
         optimizer, parameter = owner
         tensors = {name: from_dlpack(plane) for name, plane in optimizer._core.planes(parameter)}
         for name, tensor in tensors.items():
-            if name not in self._planes and name in self:
+            if name not in self._handed_out and name in self:
                 # Kept from a checkpoint until there was a plane for it.
                 tensor.copy_(self[name])
             super().__setitem__(name, tensor)
-        self._planes = frozenset(tensors)
+        self._handed_out = {name: (tensor, tensor.data_ptr()) for name, tensor in tensors.items()}
+
+    def adopt(self) -> None:
+        """Copy into the planes what was put in their place past `__setitem__`: `dict.__setitem__`, `tensor.data =`."""
+        foreign = {
+            name: self[name]
+            for name, (tensor, address) in self._handed_out.items()
+            if self.get(name) is not tensor or tensor.data_ptr() != address
+        }
+        owner = self._owner()
+        if foreign and owner is not None:
+            self.refresh()
+            owner[0]._load_parameter_state(owner[1], foreign)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
 
     def __delitem__(self, key: str) -> None:
-        if key in self._planes:
+        if key in self._handed_out:
             raise TypeError(
                 f"{key!r} cannot be deleted from a parameter's state; optimizer.reset(parameter) sets all of it to zero"
             )
@@ -97,14 +113,15 @@ class ParameterState(dict[str, Any]):
         """Assign several keys; nothing is assigned if a plane's value is refused."""
         new = {k: v for k, v in dict(*args, **kwargs).items() if self.get(k, _MISSING) is not v}
         owner = self._owner()
-        planes = {key: value for key, value in new.items() if key in self._planes}
-        if planes:
-            if owner is None:
-                raise TypeError("the optimizer of this state is gone")
+        if owner is None and any(key in self._handed_out for key in new):
+            raise TypeError("the optimizer of this state is gone")
+        # A master for a split parameter, or a residual for a full one, is converted.
+        planes = {key: value for key, value in new.items() if key in self._handed_out or (owner and key in _KEPT)}
+        if planes and owner is not None:
             optimizer, parameter = owner
             optimizer._load_parameter_state(parameter, planes)
         for key, value in new.items():
-            if key not in self._planes:
+            if key not in planes:
                 super().__setitem__(key, value)
 
     def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override,misc]
@@ -123,11 +140,11 @@ class ParameterState(dict[str, Any]):
 
     def planes(self) -> dict[str, torch.Tensor]:
         """Return the planes' tensors alone."""
-        return {key: self[key] for key in self._planes}
+        return {key: tensor for key, (tensor, _) in self._handed_out.items()}
 
     def drop_extra(self) -> None:
         """Forget the user's own keys."""
-        for key in [key for key in self if key not in self._planes]:
+        for key in [key for key in self if key not in self._handed_out]:
             super().__delitem__(key)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -231,6 +248,12 @@ class State(dict[torch.Tensor, Any]):
         if key not in self:
             self[key] = {} if default is None else default
         return self[key]
+
+    def adopt(self) -> None:
+        """Copy into the planes what has been put in their place past `__setitem__`."""
+        for state in list(self.values()):
+            if isinstance(state, ParameterState):
+                state.adopt()
 
     def refresh(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take the tensors of these parameters' planes anew."""

@@ -139,7 +139,7 @@ def _torch_cuda() -> _Answer:
 def _isa() -> _Answer:
     info = _native.build_info()
     level, available = info["isa"], info["isa_available"]
-    if info["isa_problem"]:
+    if info.get("isa_problem"):
         return "problem", info["isa_problem"], "Unset OUTBOARD_ISA, or set it to one of those."
     forced = os.environ.get("OUTBOARD_ISA")
     origin = f"forced by OUTBOARD_ISA={forced}" if forced else "the best; OUTBOARD_ISA is not set"

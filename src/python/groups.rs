@@ -22,11 +22,13 @@ fn number<'py>(group: &Bound<'py, PyDict>, key: &Bound<'py, PyString>) -> PyResu
 pub(super) fn config(group: &Bound<'_, PyDict>) -> PyResult<AdamWConfig> {
     let py = group.py();
     let betas = entry(group, intern!(py, "betas"))?;
-    let not_a_pair =
-        |_| Error::UnsupportedType(format!("betas of a parameter group is not a pair of numbers: {betas}"));
+    // A tuple, or the list that a settings file makes of it.
+    let pair: Option<[f64; 2]> = betas.extract::<Vec<f64>>().ok().and_then(|betas| betas.try_into().ok());
+    let not_a_pair = || format!("betas of a parameter group is not a pair of numbers: {betas}");
+    let [beta1, beta2] = pair.ok_or_else(|| Error::UnsupportedType(not_a_pair()))?;
     Ok(AdamWConfig {
         lr: number(group, intern!(py, "lr"))?,
-        betas: betas.extract().map_err(not_a_pair)?,
+        betas: (beta1, beta2),
         eps: number(group, intern!(py, "eps"))?,
         weight_decay: number(group, intern!(py, "weight_decay"))?,
         amsgrad: amsgrad(group)?,

@@ -3,6 +3,7 @@
 
 mod bench;
 mod core;
+mod cuda;
 mod dlpack;
 mod errors;
 mod groups;
@@ -21,6 +22,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(info::build_info, module)?)?;
     module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;
     module.add_function(wrap_pyfunction!(info::default_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(cuda::cuda_adamw, module)?)?;
     module.add_function(wrap_pyfunction!(info::require_gpu_lane, module)?)?;
     module.add_function(wrap_pyfunction!(bench::host_tensor, module)?)?;
     module.add_function(wrap_pyfunction!(bench::stream_pass, module)?)
