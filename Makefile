@@ -34,6 +34,7 @@ NO_CUDA = $(shell $${NVCC_CCBIN:-gcc} -x c++ -include cmath -E /dev/null >/dev/n
 IN_VENV = env -u CONDA_PREFIX -u PYTHONHOME VIRTUAL_ENV="$(CURDIR)/$(VENV)" PATH="$(CURDIR)/$(BIN):$$PATH" $(NO_CUDA)
 
 ##@ Use
+# These print nothing on stdout but what the program prints, so that --json can be piped.
 .PHONY: help
 help: ## List the targets
 	@awk -F ':.*## ' '/^##@/ { printf "\n%s\n", substr($$0, 5) } \
@@ -41,15 +42,15 @@ help: ## List the targets
 
 .PHONY: train
 train: build ## Train a small GPT with outboard and with torch and compare every bit (ARGS: the script's options)
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 .PHONY: doctor
 doctor: build ## Say what this build and this machine can do (ARGS: --json)
-	$(BIN)/python -m outboard doctor $(ARGS)
+	@$(BIN)/python -m outboard doctor $(ARGS)
 
 .PHONY: bench
 bench: build ## Measure the host update beside torch's fused one (ARGS: --numel, --threads, --dtype, --json)
-	$(BIN)/python -m outboard bench host $(ARGS)
+	@$(BIN)/python -m outboard bench host $(ARGS)
 
 ##@ Develop
 .PHONY: install
@@ -139,20 +140,20 @@ $(VENV)/.created: scripts/make-venv.sh
 $(VENV)/.installed: pyproject.toml $(VENV)/.created
 	@sed -n '/^\[dependency-groups\]/,/^\[tool/p' pyproject.toml > $@.new
 	@if cmp -s $@.new $@; then touch $@; else \
-		echo "make: installing pyproject.toml's pinned packages (torch is large: minutes the first time)"; \
+		echo "make: installing pyproject.toml's pinned packages (torch is large: minutes the first time)" >&2; \
 		$(BIN)/python -m pip install --quiet --group dev; \
 		cp $@.new $@; \
 	fi
 	@rm $@.new
 
 $(ZIG_STAMP): $(VENV)/.created
-	@echo "make: installing zig $(ZIGLANG) and cargo-zigbuild $(CARGO_ZIGBUILD)"
+	@echo "make: installing zig $(ZIGLANG) and cargo-zigbuild $(CARGO_ZIGBUILD)" >&2
 	@$(BIN)/python -m pip install --quiet ziglang==$(ZIGLANG) cargo-zigbuild==$(CARGO_ZIGBUILD)
 	@touch $@
 
 $(EXTENSION): $(EXTENSION_SOURCES) $(VENV)/.installed | need-rust
-	@echo "make: building the extension in release mode (a minute or two from scratch)"
-	@$(if $(NO_CUDA),echo "make: no C++ compiler for nvcc (Debian: install g++): building without the CUDA library")
-	@$(IN_VENV) maturin develop --release > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
-	@grep '^warning: outboard@' $(VENV)/build.log || true
+	@echo "make: building the extension in release mode (a minute or two from scratch)" >&2
+	@$(if $(NO_CUDA),echo "make: no C++ compiler for nvcc (Debian: install g++): building without the CUDA library" >&2)
+	@$(IN_VENV) maturin develop --release > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
+	@grep '^warning: outboard@' $(VENV)/build.log >&2 || true
 	@touch $@

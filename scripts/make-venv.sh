@@ -36,7 +36,7 @@ if ! "$directory/bin/python" -c "$suitable"$'\n''import pip' 2>/dev/null; then
         printf '%s' "$reasons" >&2
         exit 1
     fi
-    echo "make: making $directory with $("$found" --version) ($found)"
+    echo "make: making $directory with $("$found" --version) ($found)" >&2
     "$found" -m venv --clear "$directory"
 fi
 

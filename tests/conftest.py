@@ -19,8 +19,8 @@ import torch
 def _as_found() -> Iterator[None]:
     """Give each test the same random numbers and one torch thread, and take back what it set process-wide.
 
-    With one thread the last elements of a tensor are all that torch's kernels handle as a tail, and the many small tensor
-    operations of the oracle do not wait for threads on a busy machine.
+    With one thread the last elements of a tensor are all that torch's kernels handle as a tail, and the many small
+    tensor operations of the oracle do not wait for threads on a busy machine.
     """
     dtype = torch.get_default_dtype()
     torch.manual_seed(20240229)
@@ -36,8 +36,8 @@ def torch_threads() -> None:
     torch.set_num_threads(4)
 
 
-#: Imports torch, which takes seconds, and forks a process for each program that it is told to run. outboard is imported by
-#: each program itself, so each is as a fresh interpreter to it.
+#: Imports torch, which takes seconds, and forks a process for each program that it is told to run. outboard is imported
+#: by each program itself, so each is as a fresh interpreter to it.
 NURSERY = """
 import json, os, sys, traceback, warnings
 import torch

@@ -194,10 +194,7 @@ class Oracle:
             g = -g
         if not self.decoupled and self.weight_decay != 0:
             g = fma(p, scalar(self.weight_decay), g)
-        if abs(float(w)) < 0.5:
-            m = fma(w, g - m, m)
-        else:
-            m = fma(w - scalar(1.0), g - m, g)
+        m = fma(w, g - m, m) if abs(float(w)) < 0.5 else fma(w - scalar(1.0), g - m, g)
         v = fma(scalar(1 - b2) * g, g, scalar(b2) * v)
         shown = v
         if self.max_exp_avg_sq is not None:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import outboard
 from oracle import (
     Oracle,
     assert_same,
@@ -25,8 +27,6 @@ from oracle import (
     round_to,
     same_bits,
 )
-
-import outboard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLASSES = {"AdamW": (outboard.AdamW, torch.optim.AdamW), "Adam": (outboard.Adam, torch.optim.Adam)}
@@ -152,8 +152,9 @@ def test_fp16_weights_are_torch_fused_on_fp32_copies_rounded(name) -> None:
 # ---- the recipe's bits
 
 
-def run_against_oracle(sizes, *, dtype=FP32, grad_dtype=None, steps=20, ours=outboard.AdamW, chunk_elems=4096,
-**options):
+def run_against_oracle(
+    sizes, *, dtype=FP32, grad_dtype=None, steps=20, ours=outboard.AdamW, chunk_elems=4096, **options
+):
     """Step parameters of these sizes; the oracle holds all of them end to end."""
     parts = [torch.randn(size).to(dtype) for size in sizes]
     oracle_options = {key: value for key, value in options.items() if key != "threads"}
@@ -262,7 +263,7 @@ HARD = [0, 1 << 31, 1, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F80000
     grads=st.lists(st.sampled_from(HARD) | st.integers(0, 2**32 - 1), min_size=40, max_size=40),
     dtype=st.sampled_from([FP32, BF16, FP16]),
     master=st.sampled_from(["split", "full"]),
-    betas=st.sampled_from(BETAS + [(0.0, 0.9)]),
+    betas=st.sampled_from([*BETAS, (0.0, 0.9)]),
     eps=st.sampled_from([0.0, 1e-8, 1e-3]),
     weight_decay=st.sampled_from([0.0, 0.1]),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
@@ -463,8 +464,11 @@ def test_stochastic_rounding_draws_by_seed_moment_and_element() -> None:
     assert torch.equal(a["exp_avg"], again["exp_avg"])
     assert not torch.equal(a["exp_avg"], other["exp_avg"])
     # Independent: agreement as by chance (each is up with its own frequency).
-    for x, y in ((a["exp_avg"], a["exp_avg_sq"]), (a["exp_avg"], other["exp_avg"]), (a["exp_avg"][:-1],
-    a["exp_avg"][1:])):
+    for x, y in (
+        (a["exp_avg"], a["exp_avg_sq"]),
+        (a["exp_avg"], other["exp_avg"]),
+        (a["exp_avg"][:-1], a["exp_avg"][1:]),
+    ):
         matrix = torch.stack([x.double(), y.double()])
         assert abs(float(torch.corrcoef(matrix)[0, 1])) < 5 / 64
 

@@ -11,15 +11,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from oracle import (
-    FLOAT,
-    Oracle,
-    assert_same,
-    bits_of,
-    decode,
-    encode,
-    same_bits,
-)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -33,6 +24,15 @@ from torch.optim.optimizer import (
 )
 
 import outboard
+from oracle import (
+    FLOAT,
+    Oracle,
+    assert_same,
+    bits_of,
+    decode,
+    encode,
+    same_bits,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 #: What may be configured and reaches the state.
@@ -217,7 +217,7 @@ def test_reading_before_the_first_step(name, with_gradients) -> None:
             assert p.grad is None or bool((p.grad == 0.25).all()), reader
         train(model, optimizer, range(2))
         found[reader] = snapshot(model, optimizer)
-    for reader, values in found.items():
+    for values in found.values():
         assert_equal_snapshots(values, found["nothing"])
 
 
@@ -855,8 +855,9 @@ def test_state_itself_can_be_copied_and_pickled() -> None:
     assert type(copied) is dict
     optimizer.state[model.weight]["exp_avg"].zero_()
     assert bool(copied["exp_avg"].any())
-    assert same_bits(pickle.loads(pickle.dumps(optimizer.state[model.bias]))["exp_avg"],
-    optimizer.state[model.bias]["exp_avg"])
+    assert same_bits(
+        pickle.loads(pickle.dumps(optimizer.state[model.bias]))["exp_avg"], optimizer.state[model.bias]["exp_avg"]
+    )
 
 
 # ---- hooks

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import Oracle, assert_same
 
 import outboard
+from oracle import Oracle, assert_same
 
 BF16 = torch.bfloat16
 CPUS = sorted(os.sched_getaffinity(0))
@@ -79,7 +79,7 @@ def test_asked_for(plain_environment) -> None:
     plain_environment.setenv("OUTBOARD_NUM_THREADS", "3")
     assert threads() == (3, "OUTBOARD_NUM_THREADS=3")
     plain_environment.setenv("OUTBOARD_NUM_THREADS", "many")
-    with pytest.raises(ValueError, match="OUTBOARD_NUM_THREADS.*many"):
+    with pytest.raises(ValueError, match=r"OUTBOARD_NUM_THREADS.*many"):
         threads()
     p = torch.ones(1, requires_grad=True)
     assert outboard.AdamW([p], threads=5).stats()["threads"] == 5
@@ -125,7 +125,11 @@ def test_cgroup_quota(one_cpu_group, python) -> None:
 def test_doctor_shows_threads_and_why(python) -> None:
     """Sensible in each, shown by doctor."""
     ranks = len(CPUS)
-    program = "import runpy, sys; sys.argv = ['outboard', 'doctor', '--json']; runpy.run_module('outboard', run_name='__main__')"
+    program = """
+        import runpy, sys
+        sys.argv = ["outboard", "doctor", "--json"]
+        runpy.run_module("outboard", run_name="__main__")
+    """
     printed = json.loads(python(program, OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=str(ranks), OUTBOARD_NUM_THREADS=""))
     (found,) = (item["found"] for item in printed["findings"] if item["name"] == "threads")
     assert re.search(r"\b1 worker thread", found)
@@ -344,7 +348,7 @@ def test_steps_in_several_threads() -> None:
         try:
             for _ in range(10):
                 optimizer.step()
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failures.append(error)
 
     workers = [threading.Thread(target=work, args=(optimizer,)) for optimizer, _, _ in runs]
@@ -401,7 +405,10 @@ def test_dropped_while_another_thread_steps() -> None:
 
 
 def test_mapped_size_against_bytes_asked_for() -> None:
-    """Pinned size against bytes asked for, sizes 2^k + 1 page: at most 1.05x (torch's allocator rounds 129.5 MB to 256)."""
+    """Pinned size against bytes asked for, sizes 2^k + 1 page: at most 1.05x.
+
+    torch's allocator rounds 129.5 MB to 256.
+    """
     for power in (23, 24):
         numel = (1 << power) + 1024
         p = torch.zeros(numel, dtype=BF16, requires_grad=True)

@@ -6,9 +6,9 @@ from math import prod
 
 import pytest
 import torch
-from oracle import FLOAT, Oracle, assert_same, ref
 
 import outboard
+from oracle import FLOAT, Oracle, assert_same, ref
 
 CHUNK = 4096
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -26,7 +26,9 @@ def close_to_ref(got: torch.Tensor, wanted: torch.Tensor) -> None:
     ulp = {FLOAT: 2**-22, BF16: 2**-8, FP16: 2**-11}[got.dtype]
     error = (got.detach().double() - wanted).abs()
     limit = wanted.abs() * ulp + 1e-6
-    assert bool((error <= limit).all()), f"{int((error > limit).sum())} of {got.numel()} off, worst {float(error.max())}"
+    assert bool((error <= limit).all()), (
+        f"{int((error > limit).sum())} of {got.numel()} off, worst {float(error.max())}"
+    )
 
 
 def test_two_million_ones() -> None:
@@ -355,8 +357,12 @@ def test_parameter_format_changes_between_steps() -> None:
         optimizer = outboard.AdamW(module.parameters(), lr=0.05, amsgrad=True)
         p = module.weight
         oracle = Oracle(p, lr=0.05, amsgrad=True)
-        for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last,
-        torch.contiguous_format):
+        for memory_format in (
+            torch.contiguous_format,
+            torch.channels_last,
+            torch.channels_last,
+            torch.contiguous_format,
+        ):
             module.to(memory_format=memory_format)
             assert module.weight is p
             assert p.is_contiguous(memory_format=memory_format)

@@ -553,7 +553,11 @@ def test_a_reader_that_has_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_a_level_that_is_not_there_is_a_problem_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {**_native.build_info(), "isa": None, "isa_problem": "OUTBOARD_ISA=sse9 is not a level; available: portable"}
+    known = {
+        **_native.build_info(),
+        "isa": None,
+        "isa_problem": "OUTBOARD_ISA=sse9 is not a level; available: portable",
+    }
     monkeypatch.setattr(_native, "build_info", lambda: known)
     finding = next(finding for finding in doctor.report() if finding.name == "isa")
     assert finding.status == "problem"

@@ -21,9 +21,7 @@ def command(*arguments):
 
 
 def run(*arguments, cwd):
-    return subprocess.run(
-        command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +185,7 @@ def test_bad_input(refused, tmp_path, arguments, message):
 def test_bad_input_is_exit_code_2(tmp_path):
     result = run("--text", "missing.txt", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr == (
-        "train_gpt.py: cannot read --text missing.txt: No such file or directory\n"
-    )
+    assert result.stderr == ("train_gpt.py: cannot read --text missing.txt: No such file or directory\n")
 
 
 def test_help_shows_examples(tmp_path):

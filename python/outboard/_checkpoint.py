@@ -6,12 +6,11 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from outboard._host import HostOptimizer
+from outboard._slots import Group, Slots
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -71,7 +70,7 @@ def check_tensor(value: Any, key: str, name: str, shape: torch.Size, integer: bo
 
 
 def plan(
-    optimizer: HostOptimizer,
+    slots: Slots,
     parameter: torch.Tensor,
     values: Mapping[str, Any],
     *,
@@ -84,7 +83,7 @@ def plan(
     TypeError, ValueError
         For a value of another kind or shape, or a state without moments; the message names the parameter.
     """
-    name = optimizer._name_of(parameter)
+    name = slots.name_of(parameter)
     if not isinstance(values, Mapping):
         raise TypeError(f"{name}: its state must be a mapping, not {type(values).__name__}")
     result = Plan(parameter, name, partial=partial)
@@ -127,38 +126,31 @@ def _check_master(result: Plan) -> None:
         warnings.warn(f"{result.name}: its {key} is dropped, since the parameter is {dtype}", stacklevel=2)
 
 
-def commit(optimizer: HostOptimizer, plans: list[Plan], reset: Iterable[torch.Tensor] = ()) -> None:
+def commit(slots: Slots, plans: list[Plan], reset: Iterable[torch.Tensor] = ()) -> None:
     """Load checked states and set those of `reset` to zero.
 
-    A source may be the plane itself, or another plane of this optimizer.
+    A source may be the plane itself, or another plane of this optimizer. What has no plane is left in each plan's
+    `extra`.
     """
-    reset = list(reset)
-    optimizer._bind([item.parameter for item in plans])
-    optimizer._state.refresh([item.parameter for item in plans])
-    own = {
-        tensor.untyped_storage().data_ptr()
-        for parameter in [*(item.parameter for item in plans), *reset]
-        for tensor in optimizer._planes_of(parameter).values()
-    }
+    slots.bind([item.parameter for item in plans])
+    planes = {id(item.parameter): slots.planes(item.parameter) for item in plans}
     for item in plans:
         for key, tensor in item.tensors.items():
-            if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in own:
-                target = optimizer._planes_of(item.parameter).get(key)
-                if target is None or not _is_same(tensor, target):
-                    item.tensors[key] = tensor.clone()
+            target = planes[id(item.parameter)].get(key)
+            is_state = tensor.device.type == "cpu" and slots.core.holds(tensor.data_ptr())
+            if is_state and (target is None or not _is_same(tensor, target)):
+                item.tensors[key] = tensor.clone()
     for parameter in reset:
-        optimizer._state_of(parameter).clear()
+        slots.reset(parameter)
     for item in plans:
-        _commit_one(optimizer, item)
+        _commit_one(slots, item, planes[id(item.parameter)])
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def _commit_one(optimizer: HostOptimizer, item: Plan) -> None:
-    core, parameter = optimizer._core, item.parameter
-    planes = optimizer._planes_of(parameter)
+def _commit_one(slots: Slots, item: Plan, planes: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         if item.step is not None:
             planes["step"].fill_(item.step)
@@ -172,56 +164,55 @@ def _commit_one(optimizer: HostOptimizer, item: Plan) -> None:
                 plane.copy_(source)
             elif plane is not None and not item.partial:
                 plane.zero_()
-        _commit_master(optimizer, item, planes)
-    state = optimizer._state_of(parameter)
-    if not item.partial:
-        state.drop_extra()
+        _commit_master(slots, item, planes)
     if not item.partial or planes.keys() <= item.tensors.keys() | {"step"}:
-        core.heal(parameter)
-    state.update(item.extra)
+        slots.core.heal(item.parameter)
 
 
-def _commit_master(optimizer: HostOptimizer, item: Plan, planes: dict[str, torch.Tensor]) -> None:
-    core, parameter = optimizer._core, item.parameter
+def _commit_master(slots: Slots, item: Plan, planes: dict[str, torch.Tensor]) -> None:
+    parameter = item.parameter
     residual, master = item.tensors.get("residual"), item.tensors.get("master")
-    optimizer._pending_residuals.pop(parameter, None)
+    if item.partial and residual is None and master is None:
+        return
+    slots.pending_residuals.pop(parameter, None)
     if "residual" in planes and residual is not None:
         planes["residual"].copy_(residual)
     elif "master" in planes and master is not None:
         planes["master"].copy_(master)
     elif "residual" in planes and master is not None:
         # The weight is the master's high half and stays what the model says.
-        core.write_master(parameter, master.to("cpu", torch.float32, copy=True), False)
+        slots.core.write_master(parameter, master.to("cpu", torch.float32, copy=True), False)
     elif "master" in planes and residual is not None:
-        # Its other half is the weight, which may be loaded after the optimizer.
-        optimizer._pending_residuals[parameter] = residual.to("cpu", torch.float32, copy=True)
-    elif not item.partial:
-        core.clear_master(parameter)
+        slots.pending_residuals[parameter] = residual.to("cpu", torch.float32, copy=True)
+    else:
+        slots.core.clear_master(parameter)
 
 
-def merge_groups(optimizer: HostOptimizer, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_groups(
+    groups: list[Group], saved_groups: list[Group], defaults: dict[str, Any], optimizer_name: str
+) -> list[Group]:
     """Return the optimizer's groups with a checkpoint's settings.
 
     The class's rule of weight decay stays, with one warning if the checkpoint's is the other.
     """
-    decoupled = optimizer._decoupled
-    groups = []
+    decoupled = defaults["decoupled_weight_decay"]
+    result = []
     contradicted = False
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+    for group, saved in zip(groups, saved_groups, strict=True):
         merged = {key: value for key, value in saved.items() if key != "params"}
-        for key, value in optimizer.defaults.items():
+        for key, value in defaults.items():
             merged.setdefault(key, value)
         if "param_names" in group:
             merged.setdefault("param_names", group["param_names"])
         contradicted |= bool(merged["decoupled_weight_decay"]) != decoupled
         merged["decoupled_weight_decay"] = decoupled
         merged["params"] = group["params"]
-        groups.append(merged)
+        result.append(merged)
     if contradicted:
         kept = "decoupled (AdamW)" if decoupled else "coupled (Adam)"
         warnings.warn(
-            f"the checkpoint was written by the other of Adam and AdamW; {type(optimizer).__name__} "
-            f"keeps its own rule, weight decay {kept}",
+            f"the checkpoint was written by the other of Adam and AdamW; {optimizer_name} keeps its own rule, "
+            f"weight decay {kept}",
             stacklevel=3,
         )
-    return groups
+    return result

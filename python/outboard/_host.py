@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -22,7 +21,8 @@ from outboard._arguments import (
     check_max_grad_norm,
 )
 from outboard._native import Core, default_threads, require_gpu_lane
-from outboard._state import ParameterState, State
+from outboard._slots import Slots, check_parameter, parameter_name
+from outboard._state import State
 
 #: Options of the whole optimizer that live outside the parameter groups, and travel with copies and pickles.
 _OPTIONS = (
@@ -89,15 +89,20 @@ class HostOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _start(self) -> None:
-        """Make what does not travel with copies: the native half and the mapping over it."""
-        self._core = Core(self._threads)
-        self._state = State(self)
-        self._bound: list[torch.Tensor] = []
-        self._pending_residuals: dict[torch.Tensor, torch.Tensor] = {}
-        self._state_is_stale = True
-        self._listed = 0
+        """Make what does not travel with copies: the slots and the mapping over them."""
+        this = weakref.ref(self)
+
+        def groups() -> list[dict[str, Any]]:
+            optimizer = this()
+            return optimizer.param_groups if optimizer is not None and hasattr(optimizer, "param_groups") else []
+
+        self._slots = Slots(groups, threads=self._threads, full_master=self._full_master, bf16_state=self._bf16_state)
+        self._state = State(self._slots)
         self._step_seconds = 0.0
-        self._process = os.getpid()
+
+    @property
+    def _core(self) -> Core:
+        return self._slots.core
 
     # ---- options that may change between steps
 
@@ -146,12 +151,12 @@ class HostOptimizer(Optimizer):
         except BaseException:
             del self.param_groups[index]
             raise
-        self._state_is_stale = True
+        self._state.invalidate()
 
     def _check_group(self, group: dict[str, Any], index: int) -> None:
         self._check_rules(group, f" in parameter group {index}")
         for position, parameter in enumerate(group["params"]):
-            _check_parameter(parameter, _name(group, index, position))
+            check_parameter(parameter, parameter_name(group, index, position))
 
     def _check_rules(self, group: dict[str, Any], where: str = "") -> None:
         check_group(group, where)
@@ -159,54 +164,6 @@ class HostOptimizer(Optimizer):
         if bool(decoupled) != self._decoupled:
             name, other = ("AdamW", "Adam") if self._decoupled else ("Adam", "AdamW")
             raise ValueError(f"decoupled_weight_decay={decoupled} contradicts {name}{where}; use outboard.{other}")
-
-    def _named(self) -> Iterable[tuple[int, dict[str, Any], str, torch.Tensor]]:
-        """Yield number, group, name and parameter of all that are listed."""
-        number = 0
-        for index, group in enumerate(self.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                yield number, group, _name(group, index, position), parameter
-                number += 1
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        for _, _, name, listed in self._named():
-            if listed is parameter:
-                return name
-        raise ValueError("the tensor is not a parameter of this optimizer")
-
-    def _is_listed(self, parameter: torch.Tensor) -> bool:
-        listed = chain.from_iterable(group["params"] for group in self.param_groups)
-        return self._core.is_bound(parameter) or any(p is parameter for p in listed)
-
-    def _bind(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Make the state of parameters that have none; all of them or, if one is refused, none."""
-        wanted = {id(parameter) for parameter in parameters}
-        if not wanted:
-            return
-        self._check_process()
-        entries, fresh = [], []
-        for number, group, name, parameter in self._named():
-            if id(parameter) not in wanted:
-                continue
-            bound = self._core.is_bound(parameter)
-            if bound and not group["amsgrad"]:
-                continue
-            if not bound:
-                _check_parameter(parameter, name)
-                fresh.append(parameter)
-            amsgrad = bool(group["amsgrad"])
-            entries.append((parameter, name, number, self._full_master, self._bf16_state, amsgrad))
-        if not entries:
-            return
-        self._core.bind(self.param_groups, entries)
-        seen = {id(parameter) for parameter in self._bound}
-        for parameter in fresh:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                self._bound.append(parameter)
-        # amsgrad may have given old ones a new plane.
-        self._state.refresh([entry[0] for entry in entries])
-        self._state_is_stale = True
 
     # ---- the step
 
@@ -236,11 +193,11 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_process()
+        self._slots.check_process()
         began = time.perf_counter()
         self._state.adopt()
-        self._bind(self._core.unbound(self.param_groups, False))
-        self._settle()
+        self._slots.bind_wanted(without_gradient=False)
+        self._slots.settle()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         try:
             outcome = self._core.step(
@@ -254,7 +211,7 @@ class HostOptimizer(Optimizer):
                 chunk_elems=self._chunk_elems,
             )
         finally:
-            self._state.refresh(self._core.take_relaid())
+            self._state.refresh()
         if outcome.grad_norm is not None:
             self._last_grad_norm = outcome.grad_norm
         self._step_seconds = time.perf_counter() - began
@@ -283,10 +240,6 @@ class HostOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            self._core.check_process()
-
     # ---- state
 
     @property  # type: ignore[override]
@@ -295,17 +248,8 @@ class HostOptimizer(Optimizer):
 
         Reading it makes the state, all zeros, where there is none yet.
         """
-        self._check_process()
-        listed = sum(len(group["params"]) for group in self.param_groups) if hasattr(self, "param_groups") else 0
-        if self._state_is_stale or listed != self._listed:
-            if listed:
-                self._bind(self._core.unbound(self.param_groups, True))
-            for parameter in self._bound:
-                if parameter not in self._state:
-                    self._state.attach(parameter)
-            self._listed = listed
-            self._state_is_stale = False
-        self._settle()
+        self._slots.check_process()
+        self._state.complete()
         return self._state
 
     @state.setter
@@ -313,52 +257,36 @@ class HostOptimizer(Optimizer):
         if value is self._state:
             return
         entries = dict(value)
-        ours = {key: item for key, item in entries.items() if isinstance(key, torch.Tensor) and self._is_listed(key)}
-        plans = [_checkpoint.plan(self, key, item, partial=False) for key, item in ours.items() if item]
-        planned = {id(item.parameter) for item in plans}
-        _checkpoint.commit(self, plans, [p for p in self._bound if id(p) not in planned])
+        ours = {key: item for key, item in entries.items() if self._slots.is_listed(key)}
+        plans = [_checkpoint.plan(self._slots, key, item, partial=False) for key, item in ours.items() if item]
+        self._load(plans)
         for key in [key for key, _ in self._state.foreign() if key not in entries]:
             del self._state[key]
         self._state.update({key: item for key, item in entries.items() if key not in ours})
-        self._state_is_stale = True
 
-    def _state_of(self, parameter: torch.Tensor) -> ParameterState:
-        state: ParameterState = self._state[parameter]
-        return state
-
-    def _planes_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._state_of(parameter).planes()
-
-    def _load_parameter_state(self, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
-        """Copy what is given into a parameter's planes."""
-        _checkpoint.commit(self, [_checkpoint.plan(self, parameter, values, partial=True)])
-
-    def _settle(self) -> None:
-        """Combine residuals that were loaded for full masters with the weights as they are now."""
-        while self._pending_residuals:
-            parameter, residual = self._pending_residuals.popitem()
-            self._core.load_residual(parameter, residual)
+    def _load(self, plans: list[_checkpoint.Plan]) -> None:
+        """Load checked states; all other state starts from zero again."""
+        planned = {id(item.parameter) for item in plans}
+        self._state.load(plans, [parameter for parameter in self._slots.bound if id(parameter) not in planned])
 
     def reset(self, parameter: torch.Tensor) -> None:
         """Set a parameter's state back to zero, as if it had never been stepped; cures a poisoned one."""
-        self._name_of(parameter)
-        self._bind([parameter])
-        self._pending_residuals.pop(parameter, None)
-        self._core.reset(parameter)
+        self._slots.name_of(parameter)
+        self._slots.reset(parameter)
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a copy of the fp32 values behind a parameter: an fp32 tensor of its shape.
 
         For an fp32 parameter, its own values.
         """
-        self._name_of(parameter)
-        self._bind([parameter])
-        self._settle()
+        self._slots.name_of(parameter)
+        self._slots.bind([parameter])
+        self._slots.settle()
         out = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
         try:
             self._core.read_master(parameter, out)
         finally:
-            self._state.refresh(self._core.take_relaid())
+            self._state.refresh()
         return out
 
     def load_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -369,14 +297,14 @@ class HostOptimizer(Optimizer):
         TypeError, ValueError
             If `value` is not a floating-point tensor of the parameter's shape; nothing is changed.
         """
-        _checkpoint.check_tensor(value, "master", self._name_of(parameter), parameter.shape)
-        self._bind([parameter])
-        self._pending_residuals.pop(parameter, None)
+        _checkpoint.check_tensor(value, "master", self._slots.name_of(parameter), parameter.shape)
+        self._slots.bind([parameter])
+        self._slots.pending_residuals.pop(parameter, None)
         try:
             # A copy: the value may be a view of the weight or of its state.
             self._core.write_master(parameter, value.detach().to("cpu", torch.float32, copy=True), True)
         finally:
-            self._state.refresh(self._core.take_relaid())
+            self._state.refresh()
         torch.autograd.graph.increment_version(parameter)
 
     # ---- checkpoints
@@ -391,12 +319,12 @@ class HostOptimizer(Optimizer):
         PoisonedError
             If a parameter is half updated: such a checkpoint would be wrong without a word.
         """
-        self._check_process()
+        self._slots.check_process()
         self._core.check_poisoned()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         numbers: dict[int, int] = {}
-        for number, _, _, parameter in self._named():
+        for number, _, _, parameter in self._slots.named():
             numbers.setdefault(id(parameter), number)
         groups = [
             {
@@ -406,10 +334,10 @@ class HostOptimizer(Optimizer):
             for group in self.param_groups
         ]
         state: dict[Any, Any] = {}
-        if self._bound:
+        if self._slots.bound:
             live = self.state
             live.adopt()
-            for parameter in self._bound:
+            for parameter in self._slots.bound:
                 if id(parameter) in numbers:
                     state[numbers[id(parameter)]] = live[parameter].plain()
             state = {number: state[number] for number in sorted(state)}
@@ -434,7 +362,7 @@ class HostOptimizer(Optimizer):
         TypeError
             If a state is not made of tensors.
         """
-        self._check_process()
+        self._slots.check_process()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
@@ -455,22 +383,21 @@ class HostOptimizer(Optimizer):
         }
         saved_state = state_dict["state"]
         plans = [
-            _checkpoint.plan(self, by_number[key], values, partial=False)
+            _checkpoint.plan(self._slots, by_number[key], values, partial=False)
             for key, values in saved_state.items()
             if key in by_number
         ]
         foreign = {key: value for key, value in saved_state.items() if key not in by_number}
-        groups = _checkpoint.merge_groups(self, saved_groups)
+        groups = _checkpoint.merge_groups(self.param_groups, saved_groups, self.defaults, type(self).__name__)
 
         old_groups = self.param_groups
         self.param_groups = groups
         try:
-            self._bind([item.parameter for item in plans])
+            self._slots.bind([item.parameter for item in plans])
         except BaseException:
             self.param_groups = old_groups
             raise
-        loaded = {id(item.parameter) for item in plans}
-        _checkpoint.commit(self, plans, [p for p in self._bound if id(p) not in loaded])
+        self._load(plans)
         for key, value in foreign.items():
             self._state[key] = value
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -479,9 +406,9 @@ class HostOptimizer(Optimizer):
     # ---- copies and pickles
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_process()
+        self._slots.check_process()
         self._core.check_poisoned()
-        live = self.state if self._bound else State(self)
+        live = self.state if self._slots.bound else State(self._slots)
         live.adopt()
         return {
             "defaults": self.defaults,
@@ -497,11 +424,11 @@ class HostOptimizer(Optimizer):
         self._start()
         super().__setstate__(state)
         plans = [
-            _checkpoint.plan(self, key, values, partial=False)
+            _checkpoint.plan(self._slots, key, values, partial=False)
             for key, values in saved_state.items()
             if isinstance(key, torch.Tensor)
         ]
-        _checkpoint.commit(self, plans)
+        self._load(plans)
         for key, value in saved_state.items():
             if not isinstance(key, torch.Tensor):
                 self._state[key] = value
@@ -528,24 +455,6 @@ class HostOptimizer(Optimizer):
             "last_step_seconds": self._step_seconds,
             "last_grad_norm": self._last_grad_norm,
         }
-
-
-def _name(group: dict[str, Any], index: int, position: int) -> str:
-    names = group.get("param_names")
-    if names is not None and position < len(names):
-        return str(names[position])
-    shape = tuple(group["params"][position].shape)
-    return f"parameter {position} of group {index}, shape {shape}"
-
-
-def _check_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Refuse what cannot be updated, by name, before any state is made."""
-    if torch.nn.parameter.is_lazy(parameter):
-        raise ValueError(f"{name}: it is not initialised yet; run the model once before making the optimizer")
-    if parameter.is_complex():
-        raise TypeError(f"{name}: its dtype is {parameter.dtype}; complex parameters are not supported")
-    if parameter.is_neg():
-        raise TypeError(f"{name}: it is a negated view; give the optimizer its .resolve_neg()")
 
 
 __all__ = ["HostOptimizer"]

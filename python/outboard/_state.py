@@ -3,21 +3,19 @@
 Reading gives zero-copy tensors. Writing copies into the planes, so that a tensor of any dtype and device may be
 assigned, as ZeRO, Lightning and the like do. Both are dict subclasses because torch's tools test for dicts; what leaves
 through `state_dict()` is plain. Neither holds its optimizer: dropping that frees the state at once, without a garbage
-collection.
+collection, unless its state is still in use.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-if TYPE_CHECKING:
-    from outboard._host import HostOptimizer
+from outboard import _checkpoint
+from outboard._slots import Slots
 
 _MISSING: Any = object()
 
@@ -32,38 +30,37 @@ class ParameterState(dict[str, Any]):
         # A bare instance is what `type(state)(mapping)` makes in tools that rebuild containers: a plain dict until it
         # is assigned to `optimizer.state`.
         super().__init__(*args, **kwargs)
-        self._optimizer: weakref.ref[HostOptimizer] | None = None
+        self._slots: Slots | None = None
         self._parameter: torch.Tensor | None = None
         #: The planes' tensors as they were handed out, with the addresses of their elements.
         self._handed_out: dict[str, tuple[torch.Tensor, int]] = {}
 
     @classmethod
-    def over(cls, optimizer: HostOptimizer, parameter: torch.Tensor) -> ParameterState:
+    def over(cls, slots: Slots, parameter: torch.Tensor) -> ParameterState:
         """Make the state of a bound parameter."""
         state = cls()
-        state._optimizer, state._parameter = weakref.ref(optimizer), parameter
+        state._slots, state._parameter = slots, parameter
         state.refresh()
         return state
 
-    def _owner(self) -> tuple[HostOptimizer, torch.Tensor] | None:
-        """Return the optimizer and the parameter, if the former still lives."""
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        if optimizer is None or self._parameter is None:
-            return None
-        return optimizer, self._parameter
-
     def refresh(self) -> None:
         """Take the planes' tensors anew: amsgrad has added one, or the parameter's strides have changed."""
-        owner = self._owner()
-        assert owner is not None
-        optimizer, parameter = owner
-        tensors = {name: from_dlpack(plane) for name, plane in optimizer._core.planes(parameter)}
+        assert self._slots is not None
+        assert self._parameter is not None
+        tensors = self._slots.planes(self._parameter)
         for name, tensor in tensors.items():
             if name not in self._handed_out and name in self:
                 # Kept from a checkpoint until there was a plane for it.
                 tensor.copy_(self[name])
             super().__setitem__(name, tensor)
         self._handed_out = {name: (tensor, tensor.data_ptr()) for name, tensor in tensors.items()}
+
+    def _load(self, values: dict[str, Any]) -> None:
+        """Copy values into the planes."""
+        assert self._slots is not None
+        assert self._parameter is not None
+        plan = _checkpoint.plan(self._slots, self._parameter, values, partial=True)
+        _checkpoint.commit(self._slots, [plan])
 
     def adopt(self) -> None:
         """Copy into the planes what was put in their place past `__setitem__`: `dict.__setitem__`, `tensor.data =`."""
@@ -72,10 +69,9 @@ class ParameterState(dict[str, Any]):
             for name, (tensor, address) in self._handed_out.items()
             if self.get(name) is not tensor or tensor.data_ptr() != address
         }
-        owner = self._owner()
-        if foreign and owner is not None:
+        if foreign:
             self.refresh()
-            owner[0]._load_parameter_state(owner[1], foreign)
+            self._load(foreign)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
@@ -103,23 +99,18 @@ class ParameterState(dict[str, Any]):
 
     def clear(self) -> None:
         """Reset the planes to zero and drop the user's own keys."""
-        owner = self._owner()
-        if owner is not None:
-            optimizer, parameter = owner
-            optimizer.reset(parameter)
+        if self._slots is not None and self._parameter is not None:
+            self._slots.reset(self._parameter)
         self.drop_extra()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Assign several keys; nothing is assigned if a plane's value is refused."""
         new = {k: v for k, v in dict(*args, **kwargs).items() if self.get(k, _MISSING) is not v}
-        owner = self._owner()
-        if owner is None and any(key in self._handed_out for key in new):
-            raise TypeError("the optimizer of this state is gone")
         # A master for a split parameter, or a residual for a full one, is converted.
-        planes = {key: value for key, value in new.items() if key in self._handed_out or (owner and key in _KEPT)}
-        if planes and owner is not None:
-            optimizer, parameter = owner
-            optimizer._load_parameter_state(parameter, planes)
+        mine = {*self._handed_out, *_KEPT} if self._slots is not None else set()
+        planes = {key: value for key, value in new.items() if key in mine}
+        if planes:
+            self._load(planes)
         for key, value in new.items():
             if key not in planes:
                 super().__setitem__(key, value)
@@ -138,10 +129,6 @@ class ParameterState(dict[str, Any]):
         """Return a plain dict of the same values."""
         return dict(self)
 
-    def planes(self) -> dict[str, torch.Tensor]:
-        """Return the planes' tensors alone."""
-        return {key: tensor for key, (tensor, _) in self._handed_out.items()}
-
     def drop_extra(self) -> None:
         """Forget the user's own keys."""
         for key in [key for key in self if key not in self._handed_out]:
@@ -157,45 +144,72 @@ class ParameterState(dict[str, Any]):
 class State(dict[torch.Tensor, Any]):
     """Maps each parameter with state to its `ParameterState`; other keys (torch allows any) are kept as they are."""
 
-    def __init__(self, optimizer: HostOptimizer) -> None:
+    def __init__(self, slots: Slots) -> None:
         super().__init__()
-        self._optimizer = weakref.ref(optimizer)
+        self._slots = slots
+        #: How many parameters were listed when each that wanted state got it; -1 when some may lack it.
+        self._complete_for = -1
 
-    def _owner_of(self, key: object) -> HostOptimizer | None:
-        """Return the optimizer, if it still lives and the key is a parameter of its."""
-        optimizer = self._optimizer()
-        if optimizer is None or not isinstance(key, torch.Tensor) or not optimizer._is_listed(key):
-            return None
-        return optimizer
+    def complete(self) -> None:
+        """Make the state, all zeros, of each parameter that wants it and has none."""
+        listed = sum(1 for _ in self._slots.listed())
+        if listed != self._complete_for:
+            self._slots.bind_wanted(without_gradient=True)
+            for parameter in self._slots.bound:
+                if parameter not in self:
+                    self._attach(parameter)
+            self._complete_for = listed
+        self.refresh()
+        self._slots.settle()
 
-    def attach(self, parameter: torch.Tensor) -> ParameterState:
-        """Make the entry of a bound parameter."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        state = ParameterState.over(optimizer, parameter)
+    def refresh(self) -> None:
+        """Take the tensors anew of those planes that are not where they were."""
+        for parameter in self._slots.core.take_relaid():
+            state = self.get(parameter)
+            if isinstance(state, ParameterState):
+                state.refresh()
+
+    def invalidate(self) -> None:
+        """Let the next reader look again for parameters without state."""
+        self._complete_for = -1
+
+    def load(self, plans: list[_checkpoint.Plan], reset: list[torch.Tensor]) -> None:
+        """Load checked states and set those of `reset` to zero."""
+        _checkpoint.commit(self._slots, plans, reset)
+        for parameter in reset:
+            self._of(parameter).drop_extra()
+        for item in plans:
+            state = self._of(item.parameter)
+            state.drop_extra()
+            state.update(item.extra)
+        self.invalidate()
+
+    def _of(self, parameter: torch.Tensor) -> ParameterState:
+        return cast("ParameterState", self[parameter])
+
+    def _attach(self, parameter: torch.Tensor) -> ParameterState:
+        state = ParameterState.over(self._slots, parameter)
         super().__setitem__(parameter, state)
         return state
 
     def __missing__(self, key: torch.Tensor) -> Any:
         # As torch's defaultdict(dict).
-        optimizer = self._owner_of(key)
-        if optimizer is not None:
-            optimizer._bind([key])
-            return self.attach(key)
+        if self._slots.is_listed(key):
+            self._slots.bind([key])
+            return self._attach(key)
         value: dict[str, Any] = {}
         super().__setitem__(key, value)
         return value
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        optimizer = self._owner_of(key)
-        if optimizer is None:
+        if not self._slots.is_listed(key):
             super().__setitem__(key, value)
             return
         if value is self.get(key, _MISSING):
             return
         if not isinstance(value, Mapping):
             raise TypeError(f"the state of a parameter is a mapping, not {type(value).__name__}")
-        state = cast("ParameterState", self[key])
+        state = self._of(key)
         if value:
             state.update(value)
         else:
@@ -206,9 +220,7 @@ class State(dict[torch.Tensor, Any]):
         if isinstance(state, ParameterState):
             state.clear()
         super().__delitem__(key)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._state_is_stale = True
+        self.invalidate()
 
     def pop(self, key: torch.Tensor, default: Any = _MISSING) -> Any:
         """Remove a parameter's state (it starts from zero again) and return a copy of it."""
@@ -254,13 +266,6 @@ class State(dict[torch.Tensor, Any]):
         for state in list(self.values()):
             if isinstance(state, ParameterState):
                 state.adopt()
-
-    def refresh(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the tensors of these parameters' planes anew."""
-        for parameter in parameters:
-            state = self.get(parameter)
-            if isinstance(state, ParameterState):
-                state.refresh()
 
     def plain(self) -> dict[Any, Any]:
         """Return plain dicts of the same values."""

@@ -317,6 +317,11 @@ impl Core {
         Ok(self.pool.as_ref().map_or(Ok(()), |pool| pool.check_process())?)
     }
 
+    /// Whether an address is one of this optimizer's state.
+    fn holds(&self, address: usize) -> bool {
+        self.arena.holds(address, address.saturating_add(1))
+    }
+
     /// Refuses to export state of which a part is half updated.
     fn check_poisoned(&self) -> PyResult<()> {
         let poisoned = self.parameters.slots.iter().find_map(|slot| Some((&slot.spec.name, slot.poisoned.as_ref()?)));

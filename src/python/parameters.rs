@@ -90,7 +90,7 @@ pub(super) struct Parameters {
     index: HashMap<usize, usize>,
     /// Whether a parameter has moved or changed its strides since all were last compared for shared memory.
     unchecked: bool,
-    /// Slots whose planes have been reordered since Python last took their tensors.
+    /// Slots whose planes have been reordered or joined by another since Python last took their tensors.
     pub(super) relaid: Vec<usize>,
 }
 
@@ -208,6 +208,7 @@ impl Parameters {
         }
         for slot in widened {
             self.slots[slot].add_amsgrad(&mut slab);
+            self.relaid.push(slot);
         }
         Ok(())
     }
