@@ -82,7 +82,7 @@ __device__ float f16_to_f32(uint16_t bits) {
 }
 
 __device__ uint16_t f32_to_f16(float value) {
-    const uint32_t bits = __float_as_uint(value);
+    const uint32_t bits = is_nan(value) ? 0x7FC00000 : __float_as_uint(value);
     const uint32_t sign = (bits >> 16) & 0x8000;
     const uint32_t magnitude = bits & 0x7FFFFFFF;
     const uint32_t normal = (magnitude - (112u << 23) + 0x0FFF + ((magnitude >> 13) & 1)) >> 13;

@@ -87,6 +87,42 @@ def test_fp32_has_the_bits_of_torch_fused(name, betas, weight_decay, amsgrad, ma
         assert_like_torch(ours, theirs, p, q, f"{p.numel()}")
 
 
+EXTREMES = [
+    {"betas": (0.0, 0.0)},
+    {"betas": (0.99999999, 0.9999999999)},
+    {"betas": (0.5000001, 0.1)},
+    {"betas": (0.49999997, 0.999)},
+    {"eps": 0.0},
+    {"eps": 1e-41},
+    {"eps": 1e10},
+    {"lr": 1e-30},
+    {"lr": 1e20},
+    {"lr": 0.0, "weight_decay": 1.0},
+    {"weight_decay": 1e5},
+    {"weight_decay": 1e-12},
+]
+
+
+@pytest.mark.parametrize("first", [0, 999, 123_456, (1 << 24) - 8])
+@pytest.mark.parametrize("options", EXTREMES, ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_extreme_settings_have_the_bits_of_torch_fused(name, options, first) -> None:
+    ours_class, torch_class = CLASSES[name]
+    start = torch.randn(1024)
+    p, q = leaf(start), leaf(start)
+    options = {"weight_decay": 0.1, **options}
+    ours, theirs = ours_class([p], **options), torch_class([q], fused=True, **options)
+    for step in range(4):
+        p.grad = torch.randn(1024) * torch.logspace(-9, 3, 1024)
+        q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+        if first and step == 0:
+            ours.state[p]["step"].fill_(first)
+            theirs.state[q]["step"].fill_(first)
+    assert_like_torch(ours, theirs, p, q, str(options))
+
+
 @pytest.mark.usefixtures("torch_threads")
 @pytest.mark.parametrize(("name", "amsgrad"), [("AdamW", False), ("AdamW", True), ("Adam", False)])
 def test_fp32_has_the_bits_of_torch_fused_up_to_ten_million(name, amsgrad) -> None:

@@ -744,6 +744,72 @@ def test_own_keys_of_users_travel() -> None:
     assert copied.state[copied.param_groups[0]["params"][0]]["note"] == "mine"
 
 
+def test_checkpoints_of_another_dtype() -> None:
+    """Moments load whatever the weights' dtype; what only the other dtype has is dropped, with a warning."""
+    narrow, wide = Model(BF16), Model(FLOAT)
+    ours = outboard.AdamW(narrow.parameters())
+    train(narrow, ours, range(2))
+    other = outboard.AdamW(wide.parameters())
+    with pytest.warns(UserWarning, match="residual is dropped"):
+        other.load_state_dict(ours.state_dict())
+    assert set(other.state[wide.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert_same(other.state[wide.weight]["exp_avg"], ours.state[narrow.weight]["exp_avg"])
+    train(wide, other, range(2, 4))
+    back = outboard.AdamW(narrow.parameters())
+    back.load_state_dict(other.state_dict())
+    assert not back.state[narrow.weight]["residual"].any()
+    assert_same(back.state[narrow.weight]["exp_avg_sq"], other.state[wide.weight]["exp_avg_sq"])
+
+
+def test_amsgrad_maximum_waits_for_its_group() -> None:
+    """A maximum that a checkpoint holds is kept while the group's amsgrad is off, as torch keeps it."""
+    model = Model()
+    optimizer = outboard.AdamW(model.parameters(), amsgrad=True)
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    oracle = Oracle(model.weight, amsgrad=True)
+    oracle.step_count = 3
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        setattr(oracle, key, saved["state"][0][key].clone())
+    saved["param_groups"][0]["amsgrad"] = False
+    again = outboard.AdamW(model.parameters())
+    again.load_state_dict(saved)
+    again.param_groups[0]["amsgrad"] = True
+    train(model, again, range(3, 4))
+    oracle.step(model.weight.grad)
+    oracle.assert_equal(again, model.weight)
+    # And one that has none begins at zero.
+    for state in saved["state"].values():
+        del state["max_exp_avg_sq"]
+    saved["param_groups"][0]["amsgrad"] = True
+    again.load_state_dict(saved)
+    assert not again.state[model.weight]["max_exp_avg_sq"].any()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        {},
+        {"state": {}},
+        {"state": {}, "param_groups": [{}]},
+        {"state": [], "param_groups": [{"params": [0, 1, 2]}]},
+        {"state": {0: 5}, "param_groups": [{"params": [0, 1, 2]}]},
+        {"state": {0: {"momentum_buffer": torch.ones(13, 7)}}, "param_groups": [{"params": [0, 1, 2]}]},
+    ],
+    ids=["None", "empty", "no groups", "no params", "state is a list", "state is a number", "of SGD"],
+)
+def test_what_is_no_state_dict_changes_nothing(bad) -> None:
+    model = Model()
+    optimizer = outboard.AdamW(model.parameters())
+    train(model, optimizer, range(2))
+    before = snapshot(model, optimizer)
+    with pytest.raises((TypeError, ValueError, KeyError, AttributeError)):
+        optimizer.load_state_dict(bad)
+    assert_equal_snapshots(snapshot(model, optimizer), before)
+    train(model, optimizer, range(2, 3))
+
+
 # ---- the helpers of torch.distributed.checkpoint
 
 
@@ -860,7 +926,38 @@ def test_state_itself_can_be_copied_and_pickled() -> None:
     )
 
 
+def test_setstate_as_torch_takes_it() -> None:
+    """torch's `__setstate__` takes any part of what `__getstate__` gives; wrappers pass `state` and `param_groups`."""
+    model, other = Model(BF16), Model(BF16)
+    optimizer, alone = outboard.AdamW(model.parameters()), outboard.AdamW(other.parameters())
+    train(model, optimizer, range(2))
+    train(other, alone, range(4))
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    train(model, optimizer, range(2, 3))
+    optimizer.__setstate__(optimizer.__getstate__())
+    train(model, optimizer, range(3, 4))
+    assert_equal_snapshots(snapshot(model, optimizer), snapshot(other, alone))
+
+
 # ---- hooks
+
+
+def test_a_hook_that_raises() -> None:
+    """The step is done, or is not, by what the hook came after."""
+    model = Model()
+    optimizer = outboard.AdamW(model.parameters())
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("mine")
+
+    for register, steps in ((optimizer.register_step_pre_hook, 0), (optimizer.register_step_post_hook, 1)):
+        handle = register(fail)
+        with pytest.raises(RuntimeError, match="mine"):
+            train(model, optimizer, range(1))
+        handle.remove()
+        assert float(optimizer.state[model.weight]["step"]) == steps
+    train(model, optimizer, range(1))
+    assert float(optimizer.state[model.weight]["step"]) == 2
 
 
 def test_state_dict_hooks_fire() -> None:

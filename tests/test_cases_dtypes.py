@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -259,6 +260,22 @@ def test_bad_hyperparameters(cls, bad, error, message) -> None:
         optimizer.add_param_group({"params": [q], **bad})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [q]})
+
+
+@pytest.mark.parametrize("make", [np.float32, np.float64, np.int64, torch.tensor], ids=lambda make: make.__name__)
+def test_numpy_scalars(make) -> None:
+    """torch takes whatever is a number, as schedules and configurations made with numpy give them."""
+    p, q = (torch.linspace(-1, 1, 64).requires_grad_() for _ in range(2))
+    whole = make is np.int64
+    lr, weight_decay, eps = make(1), make(0 if whole else 0.25), make(1 if whole else 2.0**-20)
+    ours = outboard.AdamW([p], lr=lr, weight_decay=weight_decay, eps=eps, max_grad_norm=make(1 << 20))
+    theirs = torch.optim.AdamW([q], lr=1.0, weight_decay=float(weight_decay), eps=float(eps), fused=True)
+    for _ in range(2):
+        p.grad = torch.randn(64)
+        q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    assert_same(p, q)
 
 
 @pytest.mark.parametrize(
@@ -542,6 +559,26 @@ def test_full_masters_follow(dtype) -> None:
         optimizer.step()
         oracle.step(p.grad)
         oracle.assert_equal(optimizer, p, f"step {step}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_weight_that_rounds_to_infinity_comes_back(dtype) -> None:
+    """A finite master that rounds to inf keeps its residual (or its full master): it is finite again when it falls."""
+    largest = torch.finfo(dtype).max
+    # With these betas each update is lr, up or down.
+    options = {"lr": largest * 0.75 * 2.0 ** (-8 if dtype is BF16 else -11), "betas": (0.0, 0.0), "weight_decay": 0.0}
+    p = torch.full((8,), largest, dtype=dtype, requires_grad=True)
+    optimizer, oracle = outboard.AdamW([p], **options), Oracle(p, **options)
+    seen = []
+    for sign in (-1, 1, 1):
+        p.grad = torch.full((8,), float(sign), dtype=dtype)
+        optimizer.step()
+        oracle.step(p.grad)
+        oracle.assert_equal(optimizer, p)
+        assert bool(optimizer.master(p).isfinite().all())
+        seen.append(bool(p.isinf().all()))
+    assert seen[0]
+    assert not seen[-1]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16, FP16], ids=str)

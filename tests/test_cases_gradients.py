@@ -292,6 +292,21 @@ def test_nonfinite_policies(policy, where) -> None:
         assert issubclass(outboard.NonFiniteError, outboard.OutboardError)
 
 
+@pytest.mark.parametrize("value", [INF, NAN], ids=str)
+def test_clipping_by_a_norm_that_is_not_finite(value) -> None:
+    """ "propagate" with `max_grad_norm`: torch's factor is 0 for an infinite norm and NaN for a NaN, not 1."""
+    p, q = (torch.linspace(-1, 1, 64).requires_grad_() for _ in range(2))
+    ours, theirs = outboard.AdamW([p], max_grad_norm=1.0, nonfinite="propagate"), torch.optim.AdamW([q], fused=True)
+    p.grad = torch.randn(64)
+    p.grad[3] = value
+    q.grad = p.grad.clone()
+    ours.step()
+    torch.nn.utils.clip_grad_norm_([q], 1.0)
+    theirs.step()
+    assert_same(p, q)
+    assert int(p.isnan().sum()) == (1 if value == INF else 64)
+
+
 def test_skipping_from_the_first_step_on() -> None:
     optimizer, (p,) = make([(4,)], max_grad_norm=1.0)
     p.grad = torch.full((4,), NAN)

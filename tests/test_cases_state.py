@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections import OrderedDict, defaultdict
@@ -511,6 +512,81 @@ def test_misaligned_memory_is_refused() -> None:
     oracle.assert_equal(optimizer, q)
 
 
+@pytest.mark.parametrize("what", ["weight", "gradient", "master", "state"])
+def test_freed_storage_is_refused(what, python) -> None:
+    """FSDP1 and some offloaders free storages; torch's kernels raise then. In a process of its own: it crashed once."""
+    program = """
+        import sys
+        import outboard, torch
+        p = torch.ones(5000, requires_grad=True)
+        p.grad = torch.ones(5000)
+        optimizer = outboard.AdamW([("layer.p", p)])
+        what = sys.argv[1]
+        if what != "state":
+            optimizer.step()
+        (p.grad if what == "gradient" else p).untyped_storage().resize_(0)
+        try:
+            if what == "master":
+                optimizer.master(p)
+            elif what == "state":
+                print("layer.p", optimizer.state[p].keys())  # needs no weights
+                optimizer.step()
+            else:
+                optimizer.step()
+        except (ValueError, RuntimeError) as error:
+            print(error)
+            sys.exit(7)
+    """
+    assert "layer.p" in python(program, what, expect=7)
+
+
+def test_memory_that_is_used_twice() -> None:
+    """Weight, gradient and state of one step must not share memory: torch's order of updates would decide."""
+    p, q = leaf(torch.ones(50)), leaf(torch.ones(50))
+    optimizer = outboard.AdamW([("one", p), ("two", q)])
+    p.grad, q.grad = torch.ones(50), torch.ones(50)
+    optimizer.step()
+    weights = [p.detach().clone(), q.detach().clone()]
+    for break_it in (
+        lambda: setattr(p, "grad", p.detach()),
+        lambda: setattr(p, "grad", q.detach()),
+        lambda: setattr(p, "grad", optimizer.state[q]["exp_avg"]),
+    ):
+        break_it()
+        with pytest.raises(ValueError, match=r"one|two"):
+            optimizer.step()
+        for x, weight in zip((p, q), weights, strict=True):
+            assert_same(x, weight)
+    # A gradient that two share is only read, so it may be shared.
+    p.grad = q.grad = torch.full((50,), 2.0)
+    optimizer.step()
+    assert_same(p, q)
+    # With a scale it is written.
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    with pytest.raises(ValueError, match=r"gradient of .*one.*gradient of .*two|two.*one"):
+        optimizer.step()
+    assert bool((p.grad == 2).all())
+    p.grad, q.grad = torch.tensor(2.0).expand(50), None
+    with pytest.raises(ValueError, match="gradient of one"):
+        optimizer.step()
+
+
+def test_default_device() -> None:
+    """Under `torch.device("meta")`, as models are built lazily, nothing of ours lands on it."""
+    with torch.device("meta"):
+        for dtype in (FLOAT, BF16, FP16):
+            p = torch.ones(50, dtype=dtype, device="cpu", requires_grad=True)
+            p.grad = torch.ones(50, dtype=dtype, device="cpu")
+            optimizer = outboard.AdamW([p], max_grad_norm=1.0)
+            optimizer.step()
+            again = outboard.AdamW([p])
+            again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            again.load_master(p, optimizer.master(p))
+            again.step()
+            assert {t.device.type for t in again.state[p].values()} == {"cpu"}
+            assert float(again.state[p]["step"]) == 2
+
+
 # ---- versions and autograd
 
 
@@ -555,6 +631,76 @@ def test_modes() -> None:
         q.grad = torch.ones(3)
         outboard.AdamW([q]).step()
         assert bool((q < 1).all())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.compile's own
+def test_compiled_training_step() -> None:
+    """A compiled function may hold the whole training step, optimizer and all, as with torch's optimizers."""
+    found = []
+    for make in (outboard.AdamW, lambda parameters: torch.optim.AdamW(parameters, fused=True)):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = torch.nn.Linear(16, 16)
+        optimizer = make(model.parameters())
+
+        def train(x, model=model, optimizer=optimizer):
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        compiled = torch.compile(train, backend="eager")
+        for _ in range(3):
+            compiled(torch.ones(2, 16))
+        found.append((model.weight, model.bias))
+        assert float(optimizer.state[model.weight]["step"]) == 3
+    for p, q in zip(*found, strict=True):
+        assert_same(p, q)
+
+
+def test_steps_in_backward() -> None:
+    """One optimizer per parameter, stepped in its post-accumulate hook, as memory-saving recipes do."""
+    found = []
+    for make in (outboard.AdamW, lambda parameters: torch.optim.AdamW(parameters, fused=True)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+        optimizers = {p: make([p]) for p in model.parameters()}
+
+        def hook(p, optimizers=optimizers) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        for _ in range(4):
+            model(torch.ones(3, 16)).square().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        found.append(list(model.parameters()))
+    for p, q in zip(*found, strict=True):
+        assert_same(p, q)
+
+
+def test_swapped_tensors() -> None:
+    """`load_state_dict` under `set_swap_module_params_on_conversion`: the same object with another inside."""
+    model = torch.nn.Linear(16, 4)
+    optimizer, oracle = outboard.AdamW(model.parameters()), Oracle(model.weight)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for step in range(4):
+            if step == 2:
+                optimizer.zero_grad()
+                weight = torch.randn(4, 16)
+                model.load_state_dict({"weight": weight, "bias": torch.randn(4)})
+                assert_same(model.weight, weight)
+                oracle.weight = weight.clone()
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape)
+            optimizer.step()
+            oracle.step(model.weight.grad)
+            oracle.assert_equal(optimizer, model.weight, f"step {step}")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_gradients_are_left_alone() -> None:

@@ -582,6 +582,26 @@ def test_a_worker_error_names_its_chunk_and_the_others_are_updated(name: str, el
     assert list(run.optimizer.stats()["poisoned"]) == [name]
 
 
+def test_all_failures_of_a_step_are_in_the_message() -> None:
+    run, twin = Run().step(), Run().step()
+    run.gradients()
+    for name, element in (("bias", 0), ("embedding", 999), ("projection", 0), ("embedding", 70)):
+        run.optimizer._core.fail_next_step(run[name], element)
+    message = "4 of this step's chunks failed: embedding, elements 64..128: .*; embedding, elements 960..1000: .*; "
+    with pytest.raises(outboard.WorkerError, match=f"^{message}projection, elements 0..64: .*; bias, elements 0..1: "):
+        run.optimizer.step()
+    twin.step()
+    for name in ("norm", "convolution"):
+        assert_same(run[name], twin[name], name)
+    assert sorted(run.optimizer.stats()["poisoned"]) == ["bias", "embedding", "projection"]
+    for name in ("bias", "embedding"):
+        run.optimizer.reset(run[name])
+        with refused(run, outboard.PoisonedError):
+            run.optimizer.step()
+    run.optimizer.reset(run["projection"])
+    run.optimizer.step()
+
+
 def test_nothing_steps_copies_or_saves_a_poisoned_parameter() -> None:
     run = Run().step()
     saved = copy.deepcopy(run.optimizer.state_dict())

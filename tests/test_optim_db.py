@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.testing._internal.common_optimizers import (
-    OptimizerErrorEnum,
-    optim_db,
-)
 
 import outboard
 from oracle import assert_same
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of numba and others, which torch's test tools import where they are installed
+    from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
 DATABASE = {info.name: info for info in optim_db if info.name in ("Adam", "AdamW")}
 OURS = {"Adam": outboard.Adam, "AdamW": outboard.AdamW}

@@ -94,6 +94,11 @@ class Guarded:
         assert torch.equal(bits_of(self.buffer), self.before), f"{what} was written to"
 
 
+def order_of(tensor: torch.Tensor) -> list[int]:
+    """The strides that matter."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
 @st.composite
 def layouts(draw: st.DrawFn, dims: int, *, may_expand: bool = False) -> Layout:
     if draw(st.booleans()):
@@ -286,11 +291,11 @@ class Sequence:
                 tracked.oracle.assert_equal(self.optimizer, p, what)
                 assert_same(self.optimizer.master(p), tracked.oracle.master, f"{what}: master")
                 for key, tensor in self.optimizer.state[p].items():
-                    if key != "step":
-                        assert tensor.stride() == torch.empty_like(p).stride(), f"{what}: strides of {key}"
+                    if key != "step" and p.numel():
+                        assert order_of(tensor) == order_of(torch.empty_like(p)), f"{what}: strides of {key}"
 
 
-@settings(PROFILE, max_examples=150)
+@settings(PROFILE, max_examples=300)
 @given(st.data())
 def test_any_sequence_of_calls(data: st.DataObject) -> None:
     """Shapes, strides, dtypes, settings and calls at random: every bit as the oracle's, no byte beside a tensor."""
@@ -302,7 +307,7 @@ def test_any_sequence_of_calls(data: st.DataObject) -> None:
 @settings(PROFILE, max_examples=60)
 @given(st.data())
 def test_machines_do_not_matter(data: st.DataObject) -> None:
-    """bf16 moments with their random rounding too: other threads and chunks, save and load in between, the same bits."""
+    """bf16 moments with their random rounding too: other threads and chunks, save and load between, the same bits."""
     draw = data.draw
     group, master, seed = draw(GROUPS), draw(st.sampled_from(["split", "full"])), draw(SEEDS)
     shapes = draw(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=3))

@@ -41,10 +41,10 @@ class Settings:
         Path of the text; None for the standard library's sources.
     """
 
-    steps: int = 800
+    steps: int = 1600
     batch: int = 4
     context: int = 128
-    layers: int = 4
+    layers: int = 2
     width: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 0.1

@@ -197,6 +197,7 @@ class HostOptimizer(Optimizer):
         began = time.perf_counter()
         self._state.adopt()
         self._slots.bind_wanted(without_gradient=False)
+        self._state.refresh()
         self._slots.settle()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         try:
@@ -258,7 +259,9 @@ class HostOptimizer(Optimizer):
             return
         entries = dict(value)
         ours = {key: item for key, item in entries.items() if self._slots.is_listed(key)}
-        plans = [_checkpoint.plan(self._slots, key, item, partial=False) for key, item in ours.items() if item]
+        # An empty mapping is state that starts from zero; what is no mapping is refused by `plan`.
+        given = {key: item for key, item in ours.items() if item or not isinstance(item, Mapping)}
+        plans = [_checkpoint.plan(self._slots, key, item, partial=False) for key, item in given.items()]
         self._load(plans)
         for key in [key for key, _ in self._state.foreign() if key not in entries]:
             del self._state[key]
@@ -397,6 +400,7 @@ class HostOptimizer(Optimizer):
         except BaseException:
             self.param_groups = old_groups
             raise
+        self._state.refresh()
         self._load(plans)
         for key, value in foreign.items():
             self._state[key] = value
@@ -419,19 +423,14 @@ class HostOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        saved_state, options = state.pop("state"), state.pop("options")
-        self.__dict__.update(options)
-        self._start()
+        saved_state, options = state.pop("state", None), state.pop("options", None)
+        if options is not None:
+            self.__dict__.update(options)
+            self._start()
         super().__setstate__(state)
-        plans = [
-            _checkpoint.plan(self._slots, key, values, partial=False)
-            for key, values in saved_state.items()
-            if isinstance(key, torch.Tensor)
-        ]
-        self._load(plans)
-        for key, value in saved_state.items():
-            if not isinstance(key, torch.Tensor):
-                self._state[key] = value
+        # As torch's own: whatever keys are given are taken over.
+        if saved_state is not None:
+            self.state = saved_state
 
     # ---- inspection
 

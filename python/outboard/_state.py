@@ -55,12 +55,19 @@ class ParameterState(dict[str, Any]):
             super().__setitem__(name, tensor)
         self._handed_out = {name: (tensor, tensor.data_ptr()) for name, tensor in tensors.items()}
 
-    def _load(self, values: dict[str, Any]) -> None:
-        """Copy values into the planes."""
+    def plan(self, values: Mapping[str, Any]) -> tuple[_checkpoint.Plan, dict[str, Any]]:
+        """Check an assignment of several keys; return what it does to the planes, and the rest."""
         assert self._slots is not None
         assert self._parameter is not None
-        plan = _checkpoint.plan(self._slots, self._parameter, values, partial=True)
-        _checkpoint.commit(self._slots, [plan])
+        new = {key: value for key, value in values.items() if self.get(key, _MISSING) is not value}
+        # A master for a split parameter, or a residual for a full one, is converted.
+        planes = {key: value for key, value in new.items() if key in self._handed_out or key in _KEPT}
+        plan = _checkpoint.plan(self._slots, self._parameter, planes, partial=True)
+        return plan, {key: value for key, value in new.items() if key not in planes}
+
+    def keep(self, extra: Mapping[str, Any]) -> None:
+        """Store keys that are no planes."""
+        super().update(extra)
 
     def adopt(self) -> None:
         """Copy into the planes what was put in their place past `__setitem__`: `dict.__setitem__`, `tensor.data =`."""
@@ -71,7 +78,7 @@ class ParameterState(dict[str, Any]):
         }
         if foreign:
             self.refresh()
-            self._load(foreign)
+            self.update(foreign)
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
@@ -105,15 +112,11 @@ class ParameterState(dict[str, Any]):
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Assign several keys; nothing is assigned if a plane's value is refused."""
-        new = {k: v for k, v in dict(*args, **kwargs).items() if self.get(k, _MISSING) is not v}
-        # A master for a split parameter, or a residual for a full one, is converted.
-        mine = {*self._handed_out, *_KEPT} if self._slots is not None else set()
-        planes = {key: value for key, value in new.items() if key in mine}
-        if planes:
-            self._load(planes)
-        for key, value in new.items():
-            if key not in planes:
-                super().__setitem__(key, value)
+        extra = dict(*args, **kwargs)
+        if self._slots is not None:
+            plan, extra = self.plan(extra)
+            _checkpoint.commit(self._slots, [plan])
+        self.keep(extra)
 
     def __ior__(self, other: Any) -> ParameterState:  # type: ignore[override,misc]
         self.update(other)
@@ -181,7 +184,7 @@ class State(dict[torch.Tensor, Any]):
         for item in plans:
             state = self._of(item.parameter)
             state.drop_extra()
-            state.update(item.extra)
+            state.keep(item.extra)
         self.invalidate()
 
     def _of(self, parameter: torch.Tensor) -> ParameterState:
@@ -202,18 +205,7 @@ class State(dict[torch.Tensor, Any]):
         return value
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        if not self._slots.is_listed(key):
-            super().__setitem__(key, value)
-            return
-        if value is self.get(key, _MISSING):
-            return
-        if not isinstance(value, Mapping):
-            raise TypeError(f"the state of a parameter is a mapping, not {type(value).__name__}")
-        state = self._of(key)
-        if value:
-            state.update(value)
-        else:
-            state.clear()
+        self.update({key: value})
 
     def __delitem__(self, key: torch.Tensor) -> None:
         state = self.get(key)
@@ -247,9 +239,23 @@ class State(dict[torch.Tensor, Any]):
             del self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Assign the state of several parameters."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
+        """Assign the state of several parameters; nothing is assigned if any of it is refused."""
+        new = {key: value for key, value in dict(*args, **kwargs).items() if value is not self.get(key, _MISSING)}
+        ours = {key: value for key, value in new.items() if self._slots.is_listed(key)}
+        for value in ours.values():
+            if not isinstance(value, Mapping):
+                raise TypeError(f"the state of a parameter is a mapping, not {type(value).__name__}")
+        self._slots.bind(ours)
+        self.refresh()
+        changes = [(self._of(key), *self._of(key).plan(value)) for key, value in ours.items() if value]
+        _checkpoint.commit(
+            self._slots, [plan for _, plan, _ in changes], [key for key, value in ours.items() if not value]
+        )
+        for state, _, extra in changes:
+            state.keep(extra)
+        for key, value in new.items():
+            if key not in ours:
+                super().__setitem__(key, value)
 
     def __ior__(self, other: Any) -> State:  # type: ignore[override,misc]
         self.update(other)

@@ -23,6 +23,9 @@ from outboard._native import build_info, default_threads, host_tensor, stream_pa
 #: Alternating blocks per measurement; the medians over them are reported.
 BLOCKS = 9
 
+#: Timed calls in a block.
+TIMED = 3
+
 #: Bytes that one element's update must read and write, by the dtype of weight and gradient and that of the moments.
 _BYTES = {"fp32": 28, "bf16": 26, "bf16_moments": 18}
 
@@ -105,15 +108,20 @@ def _torch_threads(threads: int) -> Iterator[None]:
 
 
 def _medians(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return each side's median time in ms over `BLOCKS` alternating blocks, after one warm-up each."""
+    """Return each side's median time in ms over `BLOCKS` alternating blocks.
+
+    A block is one call that is not timed and `TIMED` that are. The first call of a block would also measure the other
+    side: OpenMP's threads spin for milliseconds after torch's kernel, on the cores that the next one needs. On 16 cores
+    that made either side 20 % slower than it is by itself.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for run in sides.values():
-        run()
     for _ in range(BLOCKS):
         for name, run in sides.items():
-            began = time.perf_counter()
             run()
-            times[name].append((time.perf_counter() - began) * 1e3)
+            began = time.perf_counter()
+            for _ in range(TIMED):
+                run()
+            times[name].append((time.perf_counter() - began) * 1e3 / TIMED)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -11,26 +11,30 @@ pub fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
+/// The value, or the one NaN whose bf16 is [`BF16_NAN`]: canonical before rounding, a NaN needs no further care. (Choosing
+/// after rounding makes the compiler narrow the choice to 16-bit lanes, with a shuffle each way: a fifth more instructions
+/// in AVX2.)
+#[inline(always)]
+pub(super) fn with_canonical_nan(value: f32) -> f32 {
+    if value.is_nan() { f32::from_bits(0x7FC0_0000) } else { value }
+}
+
 /// fp32 to bf16 bits, round to nearest even; every NaN becomes [`BF16_NAN`].
 ///
 /// Adding `0x7FFF` without looking for NaN first would turn CUDA's canonical NaN `0x7FFF_FFFF` into -0.0.
 #[inline(always)]
 pub fn f32_to_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
-    let is_nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000;
-    (if is_nan { u32::from(BF16_NAN) } else { rounded }) as u16
+    let bits = with_canonical_nan(value).to_bits();
+    (bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16
 }
 
 /// fp32 to bf16 bits with stochastic rounding: `noise` is uniform over 16 bits, and the value is rounded away from zero
 /// with the probability that its distance from the lower neighbour says. NaN and infinities stay.
 #[inline(always)]
 pub fn f32_to_bf16_stochastic(value: f32, noise: u32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(noise & 0xFFFF) >> 16;
-    let magnitude = bits & 0x7FFF_FFFF;
-    let special = if magnitude > 0x7F80_0000 { u32::from(BF16_NAN) } else { bits >> 16 };
-    (if magnitude >= 0x7F80_0000 { special } else { rounded }) as u16
+    let bits = with_canonical_nan(value).to_bits();
+    let is_finite = bits & 0x7F80_0000 != 0x7F80_0000;
+    (bits.wrapping_add(if is_finite { noise & 0xFFFF } else { 0 }) >> 16) as u16
 }
 
 /// fp16 bits to fp32, exact.
@@ -47,7 +51,7 @@ pub fn f16_to_f32(bits: u16) -> f32 {
 /// fp32 to fp16 bits, round to nearest even; every NaN becomes `0x7E00`.
 #[inline(always)]
 pub fn f32_to_f16(value: f32) -> u16 {
-    let bits = value.to_bits();
+    let bits = with_canonical_nan(value).to_bits();
     let sign = (bits >> 16) & 0x8000;
     let magnitude = bits & 0x7FFF_FFFF;
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0x0FFF + ((magnitude >> 13) & 1)) >> 13;
@@ -84,7 +88,7 @@ mod tests {
                 let value = f32::from_bits((high << 23) | tail);
                 if value.is_nan() {
                     assert_eq!(f32_to_bf16(value), BF16_NAN);
-                    assert_eq!(f32_to_f16(value) & 0x7FFF, 0x7E00);
+                    assert_eq!(f32_to_f16(value), 0x7E00);
                     continue;
                 }
                 assert_eq!(f32_to_bf16(value), half::bf16::from_f32(value).to_bits(), "{value:e}");

@@ -7,7 +7,7 @@
 //! Decoding has cases of its own, all from weights written by others under an old residual: they must never turn a
 //! finite weight into NaN or change its sign.
 
-use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16, with_canonical_nan};
 
 /// The fp32 master of a bf16 weight and its residual.
 ///
@@ -16,13 +16,14 @@ use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 /// even).
 #[inline(always)]
 pub fn decode_split(weight: u16, residual: i16) -> f32 {
-    // In 32-bit lanes throughout, and by looking at the sum: it changes sign only at ±0, and is NaN only at infinity or at
-    // NaN. Testing the 16-bit weight instead costs a quarter more instructions.
-    let (high, residual) = (u32::from(weight) << 16, i32::from(residual));
-    let sum = high.wrapping_add_signed(residual);
+    // By looking at the sum, in 32-bit lanes: it changes sign only at ±0, and is NaN only at infinity or at NaN. Its low half
+    // is 0x8000 only under the residual -32768, and then bit 16 is clear if the weight was odd. Testing the 16-bit weight
+    // and residual instead costs a quarter more instructions.
+    let high = u32::from(weight) << 16;
+    let sum = high.wrapping_add_signed(i32::from(residual));
     let changes_sign = ((sum ^ high) as i32) < 0;
-    let is_nan = (sum & 0x7FFF_FFFF) > 0x7F80_0000;
-    let is_odd_tie = (residual == i32::from(i16::MIN)) & (high & 0x1_0000 != 0);
+    let is_nan = f32::from_bits(sum).is_nan();
+    let is_odd_tie = sum & 0x1_FFFF == 0x8000;
     f32::from_bits(if changes_sign | is_nan | is_odd_tie { high } else { sum })
 }
 
@@ -32,11 +33,10 @@ pub fn decode_split(weight: u16, residual: i16) -> f32 {
 /// one fp32 ulp toward the weight. A finite master that rounds to infinity keeps its (negative) residual.
 #[inline(always)]
 pub fn encode_split(master: f32) -> (u16, i16) {
-    let bits = master.to_bits();
-    let weight = f32_to_bf16(master);
-    let difference = bits.wrapping_sub(u32::from(weight) << 16) as i32;
-    let residual = if master.is_nan() { 0 } else { difference.min(i32::from(i16::MAX)) };
-    (weight, residual as i16)
+    let bits = with_canonical_nan(master).to_bits();
+    let weight = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) & 0xFFFF_0000;
+    let residual = (bits.wrapping_sub(weight) as i32).min(i32::from(i16::MAX));
+    ((weight >> 16) as u16, residual as i16)
 }
 
 /// The master in force for a bf16 weight with a full fp32 master: the master while it rounds to the weight, bit for

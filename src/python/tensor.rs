@@ -189,14 +189,14 @@ impl TensorReader {
                     let numel = sizes.iter().product::<i64>() as usize;
                     let data = raw.data as usize + raw.byte_offset as usize;
                     let shape = Shape { sizes: sizes.into(), strides: strides.into() };
-                    return aligned(HostTensor { data, dtype, numel }, role, name).and_then(|host| then(host, &shape));
+                    return usable(HostTensor { data, dtype, numel }, role, name).and_then(|host| then(host, &shape));
                 }
             } else {
                 let _ = PyErr::take(tensor.py()); // the slow path says it better
             }
         }
         let (host, shape) = read_attributes(tensor, role, name)?;
-        aligned(host, role, name).and_then(|host| then(host, &shape))
+        usable(host, role, name).and_then(|host| then(host, &shape))
     }
 }
 
@@ -216,13 +216,19 @@ fn supported(dtype: DLDataType) -> Option<DType> {
     }
 }
 
-fn aligned(tensor: HostTensor, role: Role, name: &dyn Fn() -> String) -> PyResult<HostTensor> {
-    if tensor.numel == 0 || tensor.data % tensor.dtype.size() == 0 {
+/// Passes on a tensor whose memory is there and aligned for its dtype.
+fn usable(tensor: HostTensor, role: Role, name: &dyn Fn() -> String) -> PyResult<HostTensor> {
+    let size = tensor.dtype.size();
+    if tensor.numel == 0 || (tensor.data != 0 && tensor.data.is_multiple_of(size)) {
         return Ok(tensor);
     }
     let who = role.of(&name());
-    let (dtype, size) = (tensor.dtype.name(), tensor.dtype.size());
-    Err(Error::InvalidValue(format!("{who}: its memory is not aligned to the {size} bytes of {dtype}")).into())
+    let problem = if tensor.data == 0 {
+        "its storage has been freed".to_owned()
+    } else {
+        format!("its memory is not aligned to the {size} bytes of {}", tensor.dtype.name())
+    };
+    Err(Error::InvalidValue(format!("{who}: {problem}")).into())
 }
 
 /// The slow path, which also finds the words for what cannot be read.
