@@ -853,6 +853,55 @@ def test_set_optimizer_state_dict_on_a_fresh_optimizer() -> None:
     assert_equal_snapshots(snapshot(fresh, again), snapshot(model, optimizer))
 
 
+@pytest.mark.parametrize("kind", ["fp32", "bf16 split", "bf16 full"])
+def test_zero_redundancy_optimizer(kind, python) -> None:
+    """`ZeroRedundancyOptimizer(optimizer_class=outboard.AdamW)` writes `opt.state[p]`: step, consolidate, load, step."""
+    program = """
+        import copy, sys, warnings
+        import torch
+        warnings.simplefilter("ignore")  # torch.distributed's own
+        import torch.distributed as dist
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        import outboard
+        from oracle import assert_same
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        kind = sys.argv[1].split()
+        dtype = torch.float32 if kind == ["fp32"] else torch.bfloat16
+        options = {"lr": 1e-2, "master": kind[-1] if len(kind) == 2 else "split"}
+
+        def step(model, optimizer, number):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.1 * number)
+            optimizer.step()
+
+        def make(cls=outboard.AdamW, **options):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(16, 16).to(dtype)
+            return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=cls, **options)
+
+        model, optimizer = make(**options)
+        for number in range(3):
+            step(model, optimizer, number)
+        optimizer.consolidate_state_dict()
+        saved = copy.deepcopy(optimizer.state_dict())
+        other, again = make(**options)
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(saved)
+        step(model, optimizer, 3)
+        step(other, again, 3)
+        assert_same(other.weight, model.weight)
+        assert_same(again.optim.master(other.weight), optimizer.optim.master(model.weight))
+        if dtype is torch.float32:
+            theirs_at, theirs = make(torch.optim.AdamW, lr=1e-2, fused=True)
+            for number in range(4):
+                step(theirs_at, theirs, number)
+            assert_same(model.weight, theirs_at.weight)
+        dist.destroy_process_group()
+        print("same")
+    """
+    assert python(program, kind).strip().endswith("same")
+
+
 # ---- copies and pickles
 
 

@@ -227,6 +227,24 @@ def test_data_loader_workers(python) -> None:
     assert python(program).strip() == "12"
 
 
+def test_slabs_are_kept_from_children() -> None:
+    """Slabs get MADV_WIPEONFORK (or DONTFORK): a fork beside 2 GiB of huge pages cost seconds and the huge pages."""
+    p = torch.zeros(4 << 20, requires_grad=True)
+    optimizer = outboard.AdamW([p])
+    address = optimizer.state[p]["exp_avg"].data_ptr()
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    if not flags:
+        pytest.skip("/proc/self/smaps has no VmFlags on this kernel")
+    assert {"wf", "dc"} & set(flags), flags
+    assert "hg" in flags, "huge pages are asked for"
+
+
 # ---- exits
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch.optim import Optimizer
@@ -38,6 +38,17 @@ _OPTIONS = (
     "_counts",
     "_last_grad_norm",
 )
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _outside_dynamo(function: _Function) -> _Function:
+    """Make a compiled caller break its graph here: there is nothing to compile, and tracing in fails.
+
+    `torch.compiler.disable` would do, but imports the compiler (seconds) at once; this is what torch's optimizers use.
+    """
+    return cast("_Function", torch._disable_dynamo(function))  # type: ignore[attr-defined]
 
 
 class HostOptimizer(Optimizer):
@@ -172,6 +183,7 @@ class HostOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_outside_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; weights are updated when this returns.
 
@@ -244,6 +256,7 @@ class HostOptimizer(Optimizer):
     # ---- state
 
     @property  # type: ignore[override]
+    @_outside_dynamo
     def state(self) -> State:
         """Each parameter's state as zero-copy tensors.
 
@@ -272,11 +285,13 @@ class HostOptimizer(Optimizer):
         planned = {id(item.parameter) for item in plans}
         self._state.load(plans, [parameter for parameter in self._slots.bound if id(parameter) not in planned])
 
+    @_outside_dynamo
     def reset(self, parameter: torch.Tensor) -> None:
         """Set a parameter's state back to zero, as if it had never been stepped; cures a poisoned one."""
         self._slots.name_of(parameter)
         self._slots.reset(parameter)
 
+    @_outside_dynamo
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a copy of the fp32 values behind a parameter: an fp32 tensor of its shape.
 
@@ -292,6 +307,7 @@ class HostOptimizer(Optimizer):
             self._state.refresh()
         return out
 
+    @_outside_dynamo
     def load_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """Set a parameter to fp32 values: the weight to the rounded ones, residual or master to what rounding drops.
 
@@ -312,6 +328,7 @@ class HostOptimizer(Optimizer):
 
     # ---- checkpoints
 
+    @_outside_dynamo
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the layout of torch's AdamW, plus `residual` or `master` for 16-bit parameters.
 
@@ -352,6 +369,7 @@ class HostOptimizer(Optimizer):
                 packed = replaced
         return packed
 
+    @_outside_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of outboard, or of torch's Adam or AdamW; nothing is loaded if any of it is refused.
 
