@@ -855,7 +855,7 @@ def test_set_optimizer_state_dict_on_a_fresh_optimizer() -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16 split", "bf16 full"])
 def test_zero_redundancy_optimizer(kind, python) -> None:
-    """`ZeroRedundancyOptimizer(optimizer_class=outboard.AdamW)` writes `opt.state[p]`: step, consolidate, load, step."""
+    """`ZeroRedundancyOptimizer(optimizer_class=outboard.AdamW)` writes `opt.state[p]`: step, save, load, step."""
     program = """
         import copy, sys, warnings
         import torch

@@ -207,16 +207,19 @@ impl Core {
         let pool = self.pool()?;
         let jobs = self.parameters.collect(groups, &self.arena, grad_scale.is_some())?;
         let stepped = jobs.iter().zip(&self.parameters.bindings).filter(|(job, _)| job.is_some());
-        let stepped = PyList::new(py, stepped.map(|(_, binding)| &binding.parameter))?;
+        let written = PyList::new(py, stepped.map(|(_, binding)| &binding.parameter))?;
+        if grad_scale.is_some() {
+            jobs.iter().flatten().try_for_each(|job| written.append(&job.keep))?;
+        }
         let result = self.run(py, &pool, jobs, options);
         let changed = match &result {
             Ok(report) => !report.skipped,
             Err(error) => matches!(error, Error::Worker(_)),
         };
         if changed {
-            // A backward through a graph that saved the old weights must fail, as it does after torch's own step.
+            // A backward through a graph that saved the old values must fail, as it does after torch's own step.
             py.import(intern!(py, "torch.autograd.graph"))?
-                .call_method1(intern!(py, "increment_version"), (stepped,))?;
+                .call_method1(intern!(py, "increment_version"), (written,))?;
         }
         let report = result?;
         let StepReport { grad_norm, skipped, parameters, elements } = report;
