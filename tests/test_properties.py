@@ -295,7 +295,7 @@ class Sequence:
                         assert order_of(tensor) == order_of(torch.empty_like(p)), f"{what}: strides of {key}"
 
 
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=200)
 @given(st.data())
 def test_any_sequence_of_calls(data: st.DataObject) -> None:
     """Shapes, strides, dtypes, settings and calls at random: every bit as the oracle's, no byte beside a tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +22,8 @@ STYLE = {
     "axes.grid": True,
     "grid.color": "#e6e6e6",
     "axes.axisbelow": True,
-    "legend.frameon": False,
+    "legend.framealpha": 0.9,
+    "legend.edgecolor": "white",
 }
 
 
@@ -43,19 +45,20 @@ def write_plot(path: Path, runs: list[Run]) -> None:
 
 
 def _draw_losses(axes: Axes, runs: list[Run]) -> None:
-    # Equal curves cover each other: a wide pale line below a thin dark one shows both.
-    widths = (5.0, 1.0)
-    for run, width in zip(runs, widths, strict=False):
-        history, colour = run.history, COLOURS[run.side]
+    # Equal curves cover each other: a wide line below a thin one shows both. Single losses are
+    # too noisy for that, so they are a pale background to their running mean.
+    window = max(1, runs[0].step // 40)
+    for run, width in zip(runs, (6.0, 1.5), strict=False):
+        losses, colour = run.history.losses, COLOURS[run.side]
         steps = range(1, run.step + 1)
-        label = LABELS[run.side]
-        axes.plot(steps, history.losses, color=colour, linewidth=width, label=f"{label}, train")
-    sizes = (11, 5)
-    for run, size in zip(runs, sizes, strict=False):
-        at, losses = zip(*run.history.validation, strict=True)
+        axes.plot(steps, losses, color=colour, linewidth=width / 4, alpha=0.25)
+        label = f"{LABELS[run.side]}, train"
+        if window > 1:
+            label += f" (mean of {window} steps)"
+        axes.plot(steps, _running_mean(losses, window), color=colour, linewidth=width, label=label)
+    for run, size in zip(runs, (11, 5), strict=False):
         axes.plot(
-            at,
-            losses,
+            *zip(*run.history.validation, strict=True),
             "o",
             markersize=size,
             color=COLOURS[run.side],
@@ -79,6 +82,13 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
     axes.legend()
 
 
+def _running_mean(values: list[float], window: int) -> list[float]:
+    """Mean of each value and those before it, ``window`` at most."""
+    sums = [0.0, *accumulate(values)]
+    starts = [max(0, end - window) for end in range(1, len(sums))]
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
+
+
 def _draw_times(axes: Axes, runs: list[Run]) -> None:
     for run in runs:
         times, colour = run.history.optimizer_ms, COLOURS[run.side]
@@ -90,8 +100,12 @@ def _draw_times(axes: Axes, runs: list[Run]) -> None:
             linewidth=1.8,
             label=f"{LABELS[run.side]}, median {middle:.2f} ms",
         )
-    # A few steps that the system interrupted would press all others onto the axis.
-    everything = sorted(t for run in runs for t in run.history.optimizer_ms)
-    axes.set_ylim(0, 1.6 * everything[int(0.95 * (len(everything) - 1))])
+    # The few steps that other programs interrupted would press all others onto the axis.
+    everything = [t for run in runs for t in run.history.optimizer_ms]
+    top = 4 * max(median(run.history.optimizer_ms) for run in runs)
+    above = sum(t > top for t in everything)
+    axes.set_ylim(0, top)
     axes.set(xlabel="step", ylabel="time of optimizer.step() (ms)", title="Optimizer step")
+    if above:
+        axes.set_title(f"{above / len(everything):.1%} of the steps lie above", loc="right", fontsize=8)
     axes.legend(loc="upper right")

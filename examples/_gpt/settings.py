@@ -41,7 +41,7 @@ class Settings:
         Path of the text; None for the standard library's sources.
     """
 
-    steps: int = 1600
+    steps: int = 1200
     batch: int = 4
     context: int = 128
     layers: int = 2

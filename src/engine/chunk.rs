@@ -148,7 +148,7 @@ fn staged<T: Element>(
     }
     let mut buffer = [zero; STAGED];
     let buffer = &mut buffer[..range.len()];
-    view.as_ref().gather(range.start, buffer);
+    view.view().gather(range.start, buffer);
     update(buffer);
     view.scatter(range.start, buffer);
 }

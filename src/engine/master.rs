@@ -31,8 +31,8 @@ fn blocks_mut<T: Element>(
     mut each: impl FnMut(std::ops::Range<usize>, &mut [T]),
 ) {
     let mut buffer = [zero; BLOCK];
-    for at in (0..view.as_ref().len()).step_by(BLOCK) {
-        let range = at..view.as_ref().len().min(at + BLOCK);
+    for at in (0..view.view().len()).step_by(BLOCK) {
+        let range = at..view.view().len().min(at + BLOCK);
         let block = &mut buffer[..range.len()];
         each(range, block);
         view.scatter(at, block);
@@ -55,19 +55,19 @@ impl Slot {
     pub fn read_master(&self, weight: &WeightView<'_>, out: &mut StridedMut<'_, f32>) -> Result<()> {
         let _environment = DefaultFloatEnvironment::enter();
         self.check_len("a weight", weight.len())?;
-        self.check_len("an fp32 copy", out.as_ref().len())?;
+        self.check_len("an fp32 copy", out.view().len())?;
         match (weight, &self.kept) {
             (WeightView::F32(live), Kept::Nothing) => {
-                blocks(live.as_ref(), 0.0, |range, block| out.scatter(range.start, block));
+                blocks(live.view(), 0.0, |range, block| out.scatter(range.start, block));
             }
             (WeightView::Bf16(live), Kept::Residual(plane)) => {
-                read(live.as_ref(), bf16::ZERO, plane.as_slice(), out, |w, r| decode_split(w.to_bits(), r));
+                read(live.view(), bf16::ZERO, plane.as_slice(), out, |w, r| decode_split(w.to_bits(), r));
             }
             (WeightView::Bf16(live), Kept::Master(plane)) => {
-                read(live.as_ref(), bf16::ZERO, plane.as_slice(), out, |w, m| follow_bf16(w.to_bits(), m));
+                read(live.view(), bf16::ZERO, plane.as_slice(), out, |w, m| follow_bf16(w.to_bits(), m));
             }
             (WeightView::F16(live), Kept::Master(plane)) => {
-                read(live.as_ref(), f16::ZERO, plane.as_slice(), out, |w, m| follow_f16(w.to_bits(), m));
+                read(live.view(), f16::ZERO, plane.as_slice(), out, |w, m| follow_f16(w.to_bits(), m));
             }
             _ => return Err(self.wrong_dtype()),
         }
@@ -134,7 +134,7 @@ impl Slot {
             return Err(self.wrong_dtype());
         };
         let plane = plane.as_mut_slice();
-        blocks(live.as_ref(), bf16::ZERO, |range, block| {
+        blocks(live.view(), bf16::ZERO, |range, block| {
             let mut source = [0; BLOCK];
             residuals.gather(range.start, &mut source[..range.len()]);
             let pairs = block.iter().zip(source);
@@ -155,13 +155,13 @@ impl Slot {
             (_, Kept::Residual(plane)) => plane.as_mut_slice().fill(0),
             (WeightView::Bf16(live), Kept::Master(plane)) => {
                 let plane = plane.as_mut_slice();
-                blocks(live.as_ref(), bf16::ZERO, |range, block| {
+                blocks(live.view(), bf16::ZERO, |range, block| {
                     plane[range].iter_mut().zip(block).for_each(|(kept, w)| *kept = bf16_to_f32(w.to_bits()));
                 });
             }
             (WeightView::F16(live), Kept::Master(plane)) => {
                 let plane = plane.as_mut_slice();
-                blocks(live.as_ref(), f16::ZERO, |range, block| {
+                blocks(live.view(), f16::ZERO, |range, block| {
                     plane[range].iter_mut().zip(block).for_each(|(kept, w)| *kept = f16_to_f32(w.to_bits()));
                 });
             }

@@ -145,7 +145,7 @@ fn validate(updates: &[Update<'_>], options: &StepOptions) -> Result<()> {
     if options.chunk_elems == 0 {
         return Err(Error::InvalidValue("chunk_elems must be at least 1, not 0".into()));
     }
-    if let Some(max_norm) = options.max_grad_norm.filter(|max| !(*max >= 0.0)) {
+    if let Some(max_norm) = options.max_grad_norm.filter(|max| max.is_nan() || *max < 0.0) {
         return Err(Error::InvalidValue(format!("max_grad_norm must be at least 0, not {max_norm}")));
     }
     for Update { slot, weight, grad, config } in updates {

@@ -39,9 +39,9 @@ impl WeightView<'_> {
     /// Number of elements.
     pub fn len(&self) -> usize {
         match self {
-            Self::F32(view) => view.as_ref().len(),
-            Self::Bf16(view) => view.as_ref().len(),
-            Self::F16(view) => view.as_ref().len(),
+            Self::F32(view) => view.view().len(),
+            Self::Bf16(view) => view.view().len(),
+            Self::F16(view) => view.view().len(),
         }
     }
 
@@ -78,10 +78,10 @@ pub enum GradElements<'a, T> {
 
 impl<T: Element> GradElements<'_, T> {
     /// The elements, to read.
-    pub fn as_ref(&self) -> &StridedRef<'_, T> {
+    pub fn view(&self) -> &StridedRef<'_, T> {
         match self {
             Self::Shared(view) => view,
-            Self::Exclusive(view) => view.as_ref(),
+            Self::Exclusive(view) => view.view(),
         }
     }
 
@@ -140,7 +140,7 @@ macro_rules! with_grad {
 impl GradView<'_> {
     /// Number of elements.
     pub fn len(&self) -> usize {
-        with_grad!(self, |view, _slice, _zero| view.as_ref().len())
+        with_grad!(self, |view, _slice, _zero| view.view().len())
     }
 
     /// Whether there are no elements.
@@ -150,7 +150,7 @@ impl GradView<'_> {
 
     /// The gradient as it lies, if it lies in the order of the state.
     pub(super) fn as_slice(&self) -> Option<GradSlice<'_>> {
-        with_grad!(self, |view, slice, _zero| view.as_ref().as_slice().map(slice))
+        with_grad!(self, |view, slice, _zero| view.view().as_slice().map(slice))
     }
 
     /// Hands `len` elements from position `at` on (in the order of the state) to `use_them`, gathered if need be.
@@ -160,13 +160,12 @@ impl GradView<'_> {
         len: usize,
         use_them: impl FnOnce(GradSlice<'_>) -> R,
     ) -> R {
-        with_grad!(self, |view, slice, zero| match view.as_ref().as_slice() {
-            Some(all) => use_them(slice(&all[at..at + len])),
-            None => {
-                let mut buffer = [zero; BLOCK];
-                view.as_ref().gather(at, &mut buffer[..len]);
-                use_them(slice(&buffer[..len]))
-            }
+        with_grad!(self, |grad, slice, zero| if let Some(all) = grad.view().as_slice() {
+            use_them(slice(&all[at..at + len]))
+        } else {
+            let mut buffer = [zero; BLOCK];
+            grad.view().gather(at, &mut buffer[..len]);
+            use_them(slice(&buffer[..len]))
         })
     }
 
@@ -177,13 +176,12 @@ impl GradView<'_> {
         len: usize,
         use_them: impl FnOnce(GradSlice<'_>) -> R,
     ) -> R {
-        with_grad!(self, |view, slice, zero| match view.as_ref().as_logical_slice() {
-            Some(all) => use_them(slice(&all[at..at + len])),
-            None => {
-                let mut buffer = [zero; BLOCK];
-                view.as_ref().gather_logical(at, &mut buffer[..len]);
-                use_them(slice(&buffer[..len]))
-            }
+        with_grad!(self, |grad, slice, zero| if let Some(all) = grad.view().as_logical_slice() {
+            use_them(slice(&all[at..at + len]))
+        } else {
+            let mut buffer = [zero; BLOCK];
+            grad.view().gather_logical(at, &mut buffer[..len]);
+            use_them(slice(&buffer[..len]))
         })
     }
 

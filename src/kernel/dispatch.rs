@@ -215,8 +215,11 @@ pub(crate) fn unscale(isa: Isa, grad: GradSlice<'_>, scale: f32, out: &mut [f32]
     }
 }
 
-/// One pass of the benchmark's stream loop over four arrays of one length.
-pub(crate) fn stream(isa: Isa, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
+/// One pass of the benchmarks' stream loop, the yardstick of memory: adds `g` to `p`, `m` and `v`, four arrays of one length.
+///
+/// # Panics
+/// If `m`, `v` or `g` is shorter than `p`.
+pub fn stream(isa: Isa, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
     at_level!(isa, stream(p, m, v, g));
 }
 

@@ -12,7 +12,8 @@ pub(crate) mod norm;
 mod recipe;
 
 pub use convert::{BF16_NAN, bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_bf16_stochastic, f32_to_f16};
-pub(crate) use dispatch::{GradSlice, MomentSlices, WeightSlices, stream, sum_of_squares, unscale, update};
+pub use dispatch::stream;
+pub(crate) use dispatch::{GradSlice, MomentSlices, WeightSlices, sum_of_squares, unscale, update};
 pub(crate) use fpenv::DefaultFloatEnvironment;
 pub use isa::Isa;
 pub use master::{decode_split, encode_split, follow_bf16, follow_f16};

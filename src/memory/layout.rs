@@ -71,6 +71,7 @@ impl Layout {
 
     /// The layout of state for a parameter of this layout: its own where it is dense, else dense in the same order of
     /// dimensions (as `torch.zeros_like` has it).
+    #[must_use]
     pub fn dense_like(&self) -> Self {
         if self.is_dense() {
             return self.clone();
@@ -264,7 +265,7 @@ mod tests {
                 }
                 layout(&sizes, &strides)
             };
-            let (order, target) = (permuted(1, 1), permuted(0xABCDEF, gap));
+            let (order, target) = (permuted(1, 1), permuted(0x00AB_CDEF, gap));
             prop_assert!(order.is_dense() && !target.overlaps_itself());
             let numel = order.numel();
             // By indexing: the target's offset of each element, listed in the order's memory order.

@@ -126,7 +126,7 @@ impl<'a, T: Element> StridedRef<'a, T> {
     }
 }
 
-impl<'a, T: Element> StridedMut<'a, T> {
+impl<T: Element> StridedMut<'_, T> {
     /// Borrows the `len` elements that `walks` reaches from `base`.
     ///
     /// # Safety
@@ -138,7 +138,7 @@ impl<'a, T: Element> StridedMut<'a, T> {
     }
 
     /// The elements, to read.
-    pub fn as_ref(&self) -> &StridedRef<'_, T> {
+    pub fn view(&self) -> &StridedRef<'_, T> {
         &self.view
     }
 
@@ -218,10 +218,10 @@ mod tests {
         let mut view = unsafe { StridedMut::new(matrix.as_mut_ptr().add(2), 12, walks) };
         assert!(view.as_mut_slice().is_none());
         let mut out = [0.0; 5];
-        view.as_ref().gather(2, &mut out);
+        view.view().gather(2, &mut out);
         assert_eq!(out, [4.0, 10.0, 11.0, 12.0, 18.0]);
         let (head, mut tail) = view.split_at(4);
-        assert_eq!((head.as_ref().len(), tail.as_ref().len()), (4, 8));
+        assert_eq!((head.view().len(), tail.view().len()), (4, 8));
         tail.scatter(1, &[-1.0, -2.0]);
         assert_eq!((matrix[12], matrix[18], matrix[19], matrix[13]), (-1.0, -2.0, 19.0, 13.0));
     }

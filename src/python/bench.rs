@@ -46,7 +46,8 @@ pub(super) fn stream_pass(
             Err(Error::InvalidValue("stream tensors must be contiguous and torch.float32".into()).into())
         })
     };
-    let [p, m, v, g] = [read(&tensors[0])?, read(&tensors[1])?, read(&tensors[2])?, read(&tensors[3])?];
+    let [p, m, v, g] = &tensors;
+    let [p, m, v, g] = [read(p)?, read(m)?, read(v)?, read(g)?];
     if [&m, &v, &g].iter().any(|tensor| tensor.numel != p.numel) {
         return Err(Error::InvalidValue("stream tensors must be of one size".into()).into());
     }
@@ -67,5 +68,6 @@ pub(super) fn stream_pass(
             stream(isa, p, m, v, g);
         })
     })?;
+    drop(tensors); // alive until here
     Ok(())
 }

@@ -271,9 +271,9 @@ impl Core {
                 // SAFETY: an fp32 tensor of this layout; the interpreter stays attached, so nobody writes it.
                 let values = unsafe { host.borrow::<f32>(walks) };
                 if weight {
-                    slot.write_master(&mut view, &values)?
+                    slot.write_master(&mut view, &values)?;
                 } else {
-                    slot.load_kept(&values)?
+                    slot.load_kept(&values)?;
                 }
                 Ok(())
             })

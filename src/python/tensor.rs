@@ -178,7 +178,9 @@ impl TensorReader {
             let mut raw = MaybeUninit::<DLTensor>::uninit();
             // SAFETY: torch's own function on an object of exactly its tensor type; it fills `raw` if it returns 0.
             let failed = unsafe { read(tensor.as_ptr(), raw.as_mut_ptr()) } != 0;
-            if !failed {
+            if failed {
+                let _ = PyErr::take(tensor.py()); // the slow path says it better
+            } else {
                 // SAFETY: filled, as it returned 0.
                 let raw = unsafe { raw.assume_init() };
                 if let (Some(dtype), dlpack::CPU) = (supported(raw.dtype), raw.device.device_type) {
@@ -191,8 +193,6 @@ impl TensorReader {
                     let shape = Shape { sizes: sizes.into(), strides: strides.into() };
                     return usable(HostTensor { data, dtype, numel }, role, name).and_then(|host| then(host, &shape));
                 }
-            } else {
-                let _ = PyErr::take(tensor.py()); // the slow path says it better
             }
         }
         let (host, shape) = read_attributes(tensor, role, name)?;
