@@ -40,8 +40,8 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"{machine['cpu']}, {result['threads']} threads, {machine['isa']}; torch {versions['torch']}; medians of "
-        f"{outboard.bench.BLOCKS} alternating blocks. The fp32 step moves {fp32['bandwidth_fraction']:.2f} of the bytes "
-        "per second that a plain stream loop reaches on the same tensors. torch's own kernel gains "
+        f"{outboard.bench.BLOCKS} alternating blocks. The fp32 step moves {fp32['bandwidth_fraction']:.2f} of the "
+        "bytes per second that a plain stream loop reaches on the same tensors. torch's own kernel gains "
         f"{fp32['torch_fused_gain_from_huge_pages']:.2f}x on the arena's pages. The fp32 weights of both sides are "
         f"{equal} bit for bit.",
     ]
