@@ -4,6 +4,25 @@ from typing import Any, Literal, final
 
 import torch
 
+__all__ = [
+    "OutboardError",
+    "WorkerError",
+    "PoisonedError",
+    "NonFiniteError",
+    "ForkedError",
+    "DeviceError",
+    "Core",
+    "StepOutcome",
+    "Plane",
+    "build_info",
+    "cuda_status",
+    "default_threads",
+    "cuda_adamw",
+    "require_gpu_lane",
+    "host_tensor",
+    "stream_pass",
+]
+
 class OutboardError(RuntimeError): ...
 class WorkerError(OutboardError): ...
 class PoisonedError(OutboardError): ...
