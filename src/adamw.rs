@@ -34,22 +34,44 @@ impl AdamW {
         Ok(Self { pool, isa, arena: Arena::default(), config, slots: Vec::new(), options: StepOptions::default() })
     }
 
-    /// Adds a parameter of `len` elements and makes its state, all zeros.
+    /// Adds a parameter of `len` elements and makes its state, all zeros, in a slab of its own; for many parameters,
+    /// [`Self::register_all`] takes one slab.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Forked`].
     pub fn register(&mut self, name: &str, len: usize) -> Result<ParameterId> {
-        let spec = SlotSpec {
+        Ok(self.register_all([(name, len)])?[0])
+    }
+
+    /// Adds parameters, each a name and a number of elements, and makes their state, all zeros, in one slab.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Forked`]: none has been added.
+    pub fn register_all<'a>(
+        &mut self,
+        parameters: impl IntoIterator<Item = (&'a str, usize)>,
+    ) -> Result<Vec<ParameterId>> {
+        let first = self.slots.len();
+        let specs: Vec<SlotSpec> =
+            parameters.into_iter().zip(first..).map(|((name, len), number)| self.spec(name, number, len)).collect();
+        let mut bytes = 0_usize;
+        for spec in &specs {
+            bytes = bytes.saturating_add(spec.bytes()?);
+        }
+        let mut slab = self.arena.slab(bytes, &self.pool)?;
+        self.slots.extend(specs.into_iter().map(|spec| Slot::carve(spec, &mut slab)));
+        Ok((first..self.slots.len()).map(ParameterId).collect())
+    }
+
+    fn spec(&self, name: &str, number: usize, len: usize) -> SlotSpec {
+        SlotSpec {
             name: name.to_owned(),
-            number: self.slots.len() as u64,
+            number: number as u64,
             layout: Layout::contiguous(len),
             weight: WeightKind::F32,
             moments: MomentDType::F32,
             amsgrad: self.config.amsgrad,
-        };
-        let mut slab = self.arena.slab(spec.bytes()?, &self.pool)?;
-        self.slots.push(Slot::carve(spec, &mut slab));
-        Ok(ParameterId(self.slots.len() - 1))
+        }
     }
 
     /// The settings, to change between steps (a schedule's learning rate).

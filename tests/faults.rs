@@ -1,5 +1,7 @@
 //! What goes wrong, and what must not follow from it: failing chunks, refused calls, optimizers and pools dropped in any
 //! order and used from several threads at once.
+//!
+//! Over 500 lines: independent cases in the order of their table, read one at a time.
 
 use half::{bf16, f16};
 use outboard::engine::{
@@ -324,7 +326,7 @@ fn a_slot_whose_planes_do_not_fit_is_refused() {
         let mut slab: Slab = Arena::default().slab(plane_bytes::<f32>(len).unwrap(), &pool).unwrap();
         slab.carve(len)
     };
-    let damages: [fn(&mut Slot, Plane<f32>); 3] = [
+    let damages: [fn(&mut Slot, Plane<f32>); 4] = [
         |slot, plane| {
             let Moments::F32(moments) = &mut slot.moments else { unreachable!() };
             moments.exp_avg = plane;
@@ -334,6 +336,7 @@ fn a_slot_whose_planes_do_not_fit_is_refused() {
             moments.exp_avg_sq = plane;
         },
         |slot, plane| slot.kept = Kept::Master(plane),
+        |slot, _| slot.spec.amsgrad = true, // without its plane
     ];
     for damage in damages {
         for len in [63, 65, 1] {

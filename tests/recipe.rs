@@ -1,6 +1,8 @@
 //! Every number that a step writes, against a scalar oracle that is written here from the recipe and shares no code with
 //! the crate: all kinds of weights, gradients and moments, any layout, every instruction set, thread count and chunk size,
 //! NaN, infinities and denormals in every input. Guard elements surround every buffer.
+//!
+//! Over 500 lines: independent cases in the order of their table, read one at a time.
 
 use half::{bf16, f16};
 use outboard::engine::{
@@ -829,6 +831,7 @@ fn sizes_around_every_border() {
             Plan::contiguous(WeightKind::F16Full, MomentDType::Bf16, true, DType::F16, len),
         ]
     };
+    println!("levels compared: {:?}", Isa::available().collect::<Vec<_>>());
     for isa in Isa::available() {
         for len in (0..=70).chain([255, 256, 257, 513, 1023, 1024, 1025, 2049]) {
             for (threads, chunk_elems) in [(1, 1 << 22), (3, 256), (8, 1024)] {

@@ -3,6 +3,8 @@ set.
 
 Run as a program this file prints fingerprints of updates, which is how instruction-set levels are compared: a process
 chooses its level once.
+
+Over 500 lines: independent cases in the order of their table, read one at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Dtypes, step counts, hyperparameters out of range. Each docstring quotes its case or rule."""
+"""Dtypes, step counts, hyperparameters out of range. Each docstring quotes its case or rule.
+
+Over 500 lines: independent cases in the order of their table, read one at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients, accumulation, norms and what is not finite. Each docstring quotes its case or rule."""
+"""Gradients, accumulation, norms and what is not finite. Each docstring quotes its case or rule.
+
+Over 500 lines: independent cases in the order of their table, read one at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state mapping, and how parameters are bound and followed. Each docstring quotes its case or rule."""
+"""The state mapping, and how parameters are bound and followed. Each docstring quotes its case or rule.
+
+Over 500 lines: independent cases in the order of their table, read one at a time.
+"""
 
 from __future__ import annotations
 

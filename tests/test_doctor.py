@@ -1,4 +1,7 @@
-"""`outboard.doctor` and `python -m outboard doctor`: what it says is true here, and it never crashes."""
+"""`outboard.doctor` and `python -m outboard doctor`: what it says is true here, and it never crashes.
+
+Over 500 lines: independent cases in the order of their table, read one at a time.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Most tests step a twin beside the optimizer: it has the same history without the refused call and must have the same
 bits once both have stepped again.
+
+Over 500 lines: independent cases in the order of their table, read one at a time.
 """
 
 from __future__ import annotations
@@ -313,7 +315,9 @@ def test_state_is_whole_where_a_step_fails_after_a_change_of_memory_format(what:
     run, twin = Run().step(2), Run().step(2)
     for each in (run, twin):
         each["convolution"].data = each["convolution"].detach().contiguous(memory_format=torch.channels_last)
-    before = run.optimizer.state[run["convolution"]]["exp_avg"].clone()
+    held = run.optimizer.state
+    state = held[run["convolution"]]
+    before = state["exp_avg"].clone()
     run.gradients()
     saved = {name: p.grad for name, p in run.parameters.items()}
     error: type[BaseException] = TypeError
@@ -330,8 +334,8 @@ def test_state_is_whole_where_a_step_fails_after_a_change_of_memory_format(what:
         run.optimizer._core.fail_next_step(run["convolution"], 47)
     with pytest.raises(error):
         run.optimizer.step()
-    state = run.optimizer.state[run["convolution"]]
-    assert state["exp_avg"].stride() == run["convolution"].stride()
+    for each in (state, held[run["convolution"]], run.optimizer.state[run["convolution"]]):
+        assert each["exp_avg"].stride() == run["convolution"].stride()
     if what == "worker":
         # 48 elements are one chunk here: it was not begun.
         assert_same(state["exp_avg"], before)
@@ -851,6 +855,63 @@ def test_state_of_one_parameter_for_another() -> None:
         averages = [float(optimizer.state[p]["exp_avg"][5]) for p in ps]
         assert averages == wanted, order
         live = optimizer.state_dict()["state"]
+
+
+def test_a_loaded_residual_survives_a_refused_step() -> None:
+    """A split checkpoint in an optimizer with full masters: residual and weight are combined by the first step."""
+    run = Run().step(3)
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    loaded = {}
+    for refuse in (False, True):
+        full = Run(master="full")
+        full.optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            for name, p in full.parameters.items():
+                p.copy_(run[name])
+        full.gradients()
+        if refuse:
+            weight, grad = full["projection"].data, full["projection"].grad
+            full["projection"].grad = None
+            full["projection"].data = weight.float()
+            full["projection"].grad = torch.ones(3, 300)
+            with pytest.raises(TypeError, match="projection"):
+                full.optimizer.step()
+            full["projection"].grad = None
+            full["projection"].data, full["projection"].grad = weight, grad
+        full.optimizer.step()
+        loaded[refuse] = full
+    assert_twins(loaded[True], loaded[False])
+    run.seed = 0
+    assert_same(
+        loaded[True].optimizer.master(loaded[True]["projection"]), run.step().optimizer.master(run["projection"])
+    )
+
+
+@pytest.mark.parametrize("first", ["state", "state_dict", "step", "master"])
+def test_state_first_read_under_inference_mode(first: str) -> None:
+    """As in a checkpoint that an evaluation loop writes; it can be written to afterwards."""
+    run, twin = Run(), Run()
+    if first == "step":
+        run.gradients()
+        with torch.inference_mode():
+            run.optimizer.step()
+        twin.step()
+    else:
+        run.gradients()
+        run.optimizer.step()
+        twin.step()
+        with torch.inference_mode():
+            if first == "state":
+                assert float(run.optimizer.state[run["bias"]]["step"]) == 1
+            elif first == "state_dict":
+                run.optimizer.state_dict()
+            else:
+                run.optimizer.master(run["projection"])
+    saved = copy.deepcopy(twin.optimizer.state_dict())
+    run.optimizer.load_state_dict(saved)
+    run.optimizer.state[run["embedding"]]["exp_avg"].mul_(2)
+    twin.optimizer.state[twin["embedding"]]["exp_avg"].mul_(2)
+    assert_twins(run.step(), twin.step())
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)

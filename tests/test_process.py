@@ -1,4 +1,7 @@
-"""Forks, exits, threads, memory and the environment: what an optimizer does to the process it lives in."""
+"""Forks, exits, threads, memory and the environment: what an optimizer does to the process it lives in.
+
+Over 500 lines: independent cases in the order of their table, read one at a time.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,12 @@ Program = Callable[..., str]
 #: Imports torch once (seconds) and runs each program in a fork of its own: it has one thread and has not seen outboard.
 #: Where the end is what is tested, it ends as any interpreter does. A program that hangs is ended by its alarm.
 SERVER = """
-import json, os, signal, sys
+import json, os, signal, sys, warnings
 
 import torch
 
+# From 3.12 on Python warns of any fork beside threads; some programs fork beside their own.
+warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
 torch.set_num_threads(1)
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # imports the compiler
 for line in sys.stdin:
@@ -52,14 +57,11 @@ if not request["exits"]:
 
 #: What the programs below begin with: `train` steps an optimizer, `in_child` runs a function in a fork.
 PRELUDE = """
-import copy, gc, os, pickle, signal, sys, threading, time, traceback, warnings
+import copy, gc, os, pickle, signal, sys, threading, time, traceback
 
 import torch
 
 import outboard
-
-# From 3.12 on Python warns of any fork beside threads; these are forks beside threads.
-warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
 
 
 def parameters(sizes=(700, 3), dtype=torch.float32):
@@ -652,6 +654,29 @@ def test_views_read_and_write_after_the_optimizer() -> None:
     views.clear()
     gc.collect()
     assert rows.tolist() == [[9.0] * 3] * 2
+
+
+@pytest.mark.parametrize("offset", [0, 2, 1000])
+def test_freed_storage_is_refused(program: Program, offset: int) -> None:
+    """A storage of no bytes behind a tensor that still has its size, as sharding libraries leave it: no crash."""
+    program(
+        """
+        offset = int(sys.argv[1])
+        for steps in (0, 1):
+            for what in ("parameter", "gradient"):
+                print(steps, what, flush=True)
+                p = torch.nn.Parameter(torch.ones(5000)[offset:])
+                optimizer = outboard.AdamW([("weight", p)])
+                for _ in range(steps):
+                    p.grad = torch.ones(5000)[offset:]
+                    optimizer.step()
+                p.grad = torch.ones(5000)[offset:]
+                (p if what == "parameter" else p.grad).untyped_storage().resize_(0)
+                for _ in range(2):
+                    raises(ValueError, optimizer.step, "weight", "freed")
+        """,
+        str(offset),
+    )
 
 
 # ---- the environment

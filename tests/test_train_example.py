@@ -12,7 +12,8 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-SIZES = {"batch": 2, "context": 32, "layers": 1, "width": 32}
+STEPS = 240
+SIZES = {"steps": STEPS, "batch": 2, "context": 32, "layers": 1, "width": 32}
 TINY = [f"--{name}={value}" for name, value in SIZES.items()] + ["--threads=1", "--save-every=10"]
 
 
@@ -21,23 +22,16 @@ def command(*arguments):
 
 
 def run(*arguments, cwd):
-    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """Both sides with the default text and folder."""
+    """Both sides, uninterrupted, with the default text and folder."""
     folder = tmp_path_factory.mktemp("compared")
-    result = run(*TINY, "--steps", 40, cwd=folder)
+    result = run(*TINY, cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder / "runs" / "latest", result
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
-    return path
 
 
 def test_both_sides_are_equal(compared):
@@ -45,7 +39,7 @@ def test_both_sides_are_equal(compared):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["losses_equal"] is True
     assert summary["weights_equal"] is True
-    assert summary["losses_compared"] == 40 + 8
+    assert summary["losses_compared"] == STEPS + 8
     assert summary["weights_compared"] == summary["parameters"] > 10_000
     assert all(summary["optimizer_ms"][side] > 0 for side in ("outboard", "torch"))
     assert summary["train_loss"]["outboard"] == summary["train_loss"]["torch"]
@@ -66,7 +60,7 @@ def test_text_is_real(compared):
 def test_loss_falls(compared):
     out, _ = compared
     losses = torch.load(out / "checkpoint.pt", weights_only=True)["history"]["losses"]
-    assert len(losses) == 40
+    assert len(losses) == STEPS
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
@@ -75,7 +69,7 @@ def test_output_without_a_terminal_is_short_and_plain(compared):
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
     assert "\r" not in result.stdout
-    assert len(re.findall(r"step \d+/40, loss .* tokens/s .*optimizer", result.stdout)) == 2 * 8
+    assert len(re.findall(rf"step \d+/{STEPS}, loss .* tokens/s .*optimizer", result.stdout)) == 2 * 8
     assert result.stdout.count("all equal") == 2
     assert "def " in result.stdout
 
@@ -85,40 +79,34 @@ def test_plot_is_a_png(compared):
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_interrupted_and_resumed_is_as_uninterrupted(tmp_path, text):
-    settings = [*TINY, "--steps", 250, "--text", text, "--no-compare"]
-    whole = run(*settings, "--out", "whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-
+def test_interrupted_and_resumed_is_as_uninterrupted(compared, tmp_path):
+    whole, _ = compared
     checkpoint = tmp_path / "parts" / "checkpoint.pt"
     process = subprocess.Popen(
-        command(*settings, "--out", "parts"),
+        command(*TINY, "--out", "parts", "--no-compare"),
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert len(errors.splitlines()) == 1
     assert "--resume --out parts --no-compare" in errors
     interrupted = torch.load(checkpoint, weights_only=True)
-    assert 10 <= interrupted["step"] < 250
+    assert 10 <= interrupted["step"] < STEPS
     assert sorted(p.name for p in checkpoint.parent.iterdir()) == ["checkpoint.pt"]
 
-    # The text moved meanwhile: the contents count.
-    moved = text.rename(text.with_name("moved.txt"))
-    resume = ["--resume", "--out", "parts", "--no-compare"]
-    result = run(*resume, "--text", moved, cwd=tmp_path)
-    moved.rename(text)
+    # The settings come from the checkpoint.
+    result = run("--resume", "--out", "parts", "--no-compare", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    a = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)
+    a = torch.load(whole / "checkpoint.pt", weights_only=True)
     b = torch.load(checkpoint, weights_only=True)
-    assert a["step"] == b["step"] == 250
+    assert a["step"] == b["step"] == STEPS
     assert a["history"]["losses"] == b["history"]["losses"]
     assert a["history"]["validation"] == b["history"]["validation"]
     torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
@@ -145,11 +133,12 @@ def refused(tmp_path, monkeypatch, capsys):
     return refused
 
 
-def test_resume_refuses_other_settings_and_other_text(compared, refused, text):
+def test_resume_refuses_other_settings_and_other_text(compared, refused, tmp_path):
     out, _ = compared
     line = refused("--resume", "--out", out, "--batch", 3)
     assert "the checkpoint was made with --batch 2, not 3" in line
-    line = refused("--resume", "--out", out, "--text", text)
+    (tmp_path / "other.txt").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 50)
+    line = refused("--resume", "--out", out, "--text", "other.txt")
     assert "is not the text of the checkpoint" in line
 
 

@@ -101,7 +101,9 @@ class Slots:
 
     def planes(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return fresh zero-copy tensors over a bound parameter's planes, by torch's names."""
-        return {name: from_dlpack(plane) for name, plane in self.core.planes(parameter)}
+        # A tensor made in inference mode could not be written outside of it, ever.
+        with torch.inference_mode(False):
+            return {name: from_dlpack(plane) for name, plane in self.core.planes(parameter)}
 
     def reset(self, parameter: torch.Tensor) -> None:
         """Set a parameter's state to zero."""
@@ -111,9 +113,10 @@ class Slots:
 
     def settle(self) -> None:
         """Combine pending residuals with the weights as they are now."""
-        while self.pending_residuals:
-            parameter, residual = self.pending_residuals.popitem()
+        for parameter, residual in list(self.pending_residuals.items()):
             self.core.load_residual(parameter, residual)
+            # Not before: a parameter that is refused now keeps its residual for the next try.
+            del self.pending_residuals[parameter]
 
 
 def parameter_name(group: Group, index: int, position: int) -> str:

@@ -200,7 +200,11 @@ impl Slot {
             Moments::F32(planes) => planes.have_len(len),
             Moments::Bf16(planes) => planes.have_len(len),
         };
-        kept && moments && self.step.as_slice().len() == 1
+        let has_max = match &self.moments {
+            Moments::F32(planes) => planes.max_exp_avg_sq.is_some(),
+            Moments::Bf16(planes) => planes.max_exp_avg_sq.is_some(),
+        };
+        kept && moments && has_max == self.spec.amsgrad && self.step.as_slice().len() == 1
     }
 
     /// Steps taken so far.

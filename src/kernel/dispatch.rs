@@ -1,4 +1,4 @@
-//! From dtypes and ISA levels known at run time to one compiled loop: the only place of the kernel layer with `unsafe`.
+//! From dtypes and ISA levels known at run time to one compiled loop: with `unsafe` for the calls into `target_feature` functions and nothing else.
 
 use super::fma::{HardwareFma, SoftwareFma};
 use super::isa::Isa;

@@ -37,7 +37,7 @@ fn read() -> Register {
 #[cfg(target_arch = "x86_64")]
 fn write(value: Register) {
     // SAFETY: loads MXCSR from a live u32 whose reserved bits are zero, since it is `DEFAULT` or came from `read`.
-    unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack, preserves_flags, readonly)) };
+    unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack)) };
 }
 
 #[cfg(target_arch = "aarch64")]

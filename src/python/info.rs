@@ -45,10 +45,11 @@ pub(super) fn default_threads() -> PyResult<(usize, String)> {
     Ok((threads, why))
 }
 
-/// Raises `DeviceError`: without a device for want of one, with one because the lane is still to come.
+/// Raises `DeviceError`: the lane is still to come; says, too, if there is no device for it.
 #[pyfunction]
 pub(super) fn require_gpu_lane() -> PyResult<()> {
-    cuda::require_device()?;
     let message = "mode='gpu': this version updates parameters in host memory only; use mode='auto' or 'cpu'";
-    Err(Error::Cuda(message.into()).into())
+    let device =
+        cuda::status().problem.map_or_else(String::new, |problem| format!(" (nor is there a device here: {problem})"));
+    Err(Error::Cuda(format!("{message}{device}")).into())
 }

@@ -191,12 +191,15 @@ impl TensorReader {
                     let numel = sizes.iter().product::<i64>() as usize;
                     let data = raw.data as usize + raw.byte_offset as usize;
                     let shape = Shape { sizes: sizes.into(), strides: strides.into() };
-                    return usable(HostTensor { data, dtype, numel }, role, name).and_then(|host| then(host, &shape));
+                    let host = HostTensor { data, dtype, numel };
+                    check_memory(tensor, &host, &shape, role, name)?;
+                    return then(host, &shape);
                 }
             }
         }
         let (host, shape) = read_attributes(tensor, role, name)?;
-        usable(host, role, name).and_then(|host| then(host, &shape))
+        check_memory(tensor, &host, &shape, role, name)?;
+        then(host, &shape)
     }
 }
 
@@ -216,19 +219,35 @@ fn supported(dtype: DLDataType) -> Option<DType> {
     }
 }
 
-/// Passes on a tensor whose memory is there and aligned for its dtype.
-fn usable(tensor: HostTensor, role: Role, name: &dyn Fn() -> String) -> PyResult<HostTensor> {
-    let size = tensor.dtype.size();
-    if tensor.numel == 0 || (tensor.data != 0 && tensor.data.is_multiple_of(size)) {
-        return Ok(tensor);
+/// No heap of a 64-bit process lies below this address, but for that of an executable that is not position-independent.
+/// A freed storage leaves its tensors with the address 0 plus their offset.
+const SUSPICIOUSLY_LOW: usize = 1 << 32;
+
+/// Checks that a tensor's memory is there and aligned for its dtype.
+fn check_memory(
+    tensor: &Bound<'_, PyAny>,
+    host: &HostTensor,
+    shape: &Shape<'_>,
+    role: Role,
+    name: &dyn Fn() -> String,
+) -> PyResult<()> {
+    if host.numel == 0 {
+        return Ok(());
     }
-    let who = role.of(&name());
-    let problem = if tensor.data == 0 {
-        "its storage has been freed".to_owned()
-    } else {
-        format!("its memory is not aligned to the {size} bytes of {}", tensor.dtype.name())
-    };
-    Err(Error::InvalidValue(format!("{who}: {problem}")).into())
+    let size = host.dtype.size();
+    let refuse = |problem: String| Err(Error::InvalidValue(format!("{}: {problem}", role.of(&name()))).into());
+    if host.data < SUSPICIOUSLY_LOW {
+        let storage = tensor.call_method0("untyped_storage")?.call_method0("nbytes")?.extract::<usize>()?;
+        let offset = tensor.call_method0("storage_offset")?.extract::<usize>()?;
+        let needed = (offset + shape.layout().span()) * size;
+        if storage < needed {
+            return refuse(format!("its storage has been freed (it has {storage} bytes, and needs {needed})"));
+        }
+    }
+    if !host.data.is_multiple_of(size) {
+        return refuse(format!("its memory is not aligned to the {size} bytes of {}", host.dtype.name()));
+    }
+    Ok(())
 }
 
 /// The slow path, which also finds the words for what cannot be read.
