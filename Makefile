@@ -137,7 +137,7 @@ $(VENV)/.created: scripts/make-venv.sh
 	@touch $@
 
 # The stamp holds the pins it was made from, so that an edit elsewhere in pyproject.toml installs nothing.
-$(VENV)/.installed: pyproject.toml $(VENV)/.created
+$(VENV)/.installed: pyproject.toml | $(VENV)/.created
 	@sed -n '/^\[dependency-groups\]/,/^\[tool/p' pyproject.toml > $@.new
 	@if cmp -s $@.new $@; then touch $@; else \
 		echo "make: installing pyproject.toml's pinned packages (torch is large: minutes the first time)" >&2; \
@@ -146,7 +146,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.created
 	fi
 	@rm $@.new
 
-$(ZIG_STAMP): $(VENV)/.created
+$(ZIG_STAMP): | $(VENV)/.created
 	@echo "make: installing zig $(ZIGLANG) and cargo-zigbuild $(CARGO_ZIGBUILD)" >&2
 	@$(BIN)/python -m pip install --quiet ziglang==$(ZIGLANG) cargo-zigbuild==$(CARGO_ZIGBUILD)
 	@touch $@

@@ -24,6 +24,26 @@ impl<S: Split> Split for Option<S> {
     }
 }
 
+/// Splits whichever variant it is.
+macro_rules! split_by_dtype {
+    ($view:expr, $n:expr) => {
+        match $view {
+            Self::F32(view) => {
+                let (head, tail) = view.split_at($n);
+                (Self::F32(head), Self::F32(tail))
+            }
+            Self::Bf16(view) => {
+                let (head, tail) = view.split_at($n);
+                (Self::Bf16(head), Self::Bf16(tail))
+            }
+            Self::F16(view) => {
+                let (head, tail) = view.split_at($n);
+                (Self::F16(head), Self::F16(tail))
+            }
+        }
+    };
+}
+
 /// A weight, to update in place.
 #[derive(Debug)]
 pub enum WeightView<'a> {
@@ -53,17 +73,7 @@ impl WeightView<'_> {
 
 impl Split for WeightView<'_> {
     fn split_at(self, n: usize) -> (Self, Self) {
-        macro_rules! split {
-            ($variant:ident, $view:expr) => {{
-                let (head, tail) = $view.split_at(n);
-                (Self::$variant(head), Self::$variant(tail))
-            }};
-        }
-        match self {
-            Self::F32(view) => split!(F32, view),
-            Self::Bf16(view) => split!(Bf16, view),
-            Self::F16(view) => split!(F16, view),
-        }
+        split_by_dtype!(self, n)
     }
 }
 
@@ -197,17 +207,7 @@ impl GradView<'_> {
 
 impl Split for GradView<'_> {
     fn split_at(self, n: usize) -> (Self, Self) {
-        macro_rules! split {
-            ($variant:ident, $view:expr) => {{
-                let (head, tail) = $view.split_at(n);
-                (Self::$variant(head), Self::$variant(tail))
-            }};
-        }
-        match self {
-            Self::F32(view) => split!(F32, view),
-            Self::Bf16(view) => split!(Bf16, view),
-            Self::F16(view) => split!(F16, view),
-        }
+        split_by_dtype!(self, n)
     }
 }
 
