@@ -613,3 +613,17 @@ def test_coupled_decay_is_skipped_when_zero() -> None:
     q.grad = torch.ones(2)
     theirs.step()
     assert_same(p, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_an_unsupported_dtype_is_refused_when_the_optimizer_is_made(dtype: torch.dtype) -> None:
+    """fp64 parameters: one clear error, by name, before training starts; a frozen one may be listed."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
+    outboard.AdamW([("head.bias", parameter)])
+    parameter.requires_grad_()
+    with pytest.raises(TypeError, match=rf"head\.bias.*{dtype}.*torch\.bfloat16"):
+        outboard.AdamW([("head.bias", parameter)])
+    optimizer = outboard.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(TypeError, match="float"):
+        optimizer.add_param_group({"params": [parameter]})
+    assert len(optimizer.param_groups) == 1

@@ -121,7 +121,14 @@ def test_same_bits_as_the_host(adam, options, weight, grad, moment, offset):
 
 def test_a_parameter_on_the_device_is_refused_by_name():
     parameter = torch.nn.Parameter(torch.zeros(3, device="cuda"))
-    parameter.grad = torch.zeros(3, device="cuda")
+    with pytest.raises(outboard.DeviceError, match=r"head\.bias.*cuda:0.*host memory"):
+        outboard.AdamW([("head.bias", parameter)])
+
+
+def test_a_parameter_that_moves_to_the_device_is_refused_by_name():
+    parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = outboard.AdamW([("head.bias", parameter)])
+    parameter.data = parameter.data.cuda()
+    parameter.grad = torch.zeros(3, device="cuda")
     with pytest.raises(outboard.DeviceError, match=r"head\.bias.*cuda:0.*host memory"):
         optimizer.step()

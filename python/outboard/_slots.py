@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from outboard._native import Core
+from outboard._native import Core, DeviceError
+
+#: What parameters that are trained may be.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Group = dict[str, Any]
 
@@ -135,3 +138,10 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise TypeError(f"{name}: its dtype is {parameter.dtype}; complex parameters are not supported")
     if parameter.is_neg():
         raise TypeError(f"{name}: it is a negated view; give the optimizer its .resolve_neg()")
+    if parameter.requires_grad and parameter.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: its dtype is {parameter.dtype}; outboard updates torch.float32, torch.bfloat16 and torch.float16"
+        )
+    # Parameters on the meta device get their memory later.
+    if parameter.requires_grad and parameter.device.type not in ("cpu", "meta"):
+        raise DeviceError(f"{name}: it is on {parameter.device}; this version updates parameters in host memory (cpu)")
