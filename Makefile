@@ -28,6 +28,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # rustup's directory, for shells that have not read its profile.
 export PATH := $(PATH):$(HOME)/.cargo/bin
+# pip is pinned: no advice to upgrade it.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # nvcc works through a C++ compiler: where there is C alone, the build goes without the CUDA library.
 NO_CUDA = $(shell $${NVCC_CCBIN:-gcc} -x c++ -include cmath -E /dev/null >/dev/null 2>&1 || echo OUTBOARD_CUDA=off)
 # As after `activate`; maturin refuses to choose between a conda environment and this one.
