@@ -19,7 +19,7 @@ from _gpt.settings import HEAD_WIDTH, Settings, UsageError, default_threads
 
 EXAMPLES = """\
 examples:
-  python examples/train_gpt.py                      both sides, about two minutes on two cores
+  python examples/train_gpt.py                      both sides, one to two minutes on two cores
   python examples/train_gpt.py --no-compare         outboard only
   python examples/train_gpt.py --text book.txt      another text
   python examples/train_gpt.py --steps 5000 --width 256 --batch 8
@@ -117,10 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(options: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Train both sides and report; see ``main`` for the result."""
-    # torch's idle OpenMP threads spin, by default for milliseconds, and while they do nobody else
-    # gets their core. With another program busy on a machine of two cores that made these small
-    # steps ten times slower (1,000 tokens/s instead of 11,600). Read when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's idle OpenMP threads spin for milliseconds before they sleep, and meanwhile nobody
+    # else gets their core: neither outboard's threads nor another program. On two cores that are
+    # shared with a build, these small steps ran at 1,000 tokens/s, and with this at 9,000. On two
+    # idle cores it costs torch: 20,000 tokens/s instead of 24,000, 1.1 ms in its optimizer
+    # instead of 0.9. It is read when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # Here, so that --help and bad options are answered before torch has been loaded.
     try:
         from _gpt.session import Session

@@ -107,5 +107,5 @@ def _draw_times(axes: Axes, runs: list[Run]) -> None:
     axes.set_ylim(0, top)
     axes.set(xlabel="step", ylabel="time of optimizer.step() (ms)", title="Optimizer step")
     if above:
-        axes.set_title(f"{above / len(everything):.1%} of the steps lie above", loc="right", fontsize=8)
+        axes.set_title(f"{above:,} of {len(everything):,} above", loc="right", fontsize=8)
     axes.legend(loc="upper right")

@@ -186,6 +186,7 @@ def write_summary(path: Path, runs: list[Run], comparison: Comparison | None, sa
             "processors": os.cpu_count(),
             "system": f"{platform.system()} {platform.machine()}",
             "torch_simd": torch.backends.cpu.get_cpu_capability(),
+            "openmp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_"))},
         },
     }
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
