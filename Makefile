@@ -43,7 +43,7 @@ help: ## List the targets
 		/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: train
-train: build ## Train a small GPT with outboard and with torch and compare every bit (ARGS: the script's options)
+train: build ## Train a small GPT with outboard and with torch and compare (ARGS: the script's options)
 	@$(BIN)/python examples/train_gpt.py $(ARGS)
 
 .PHONY: doctor
@@ -107,6 +107,10 @@ test-valgrind: | need-rust ## Run the crate's tests under memcheck, at each ISA 
 test-aarch64: $(VENV)/.created | need-rust ## Cross-compile the crate's tests to aarch64 and run them under qemu
 	@$(MAKE) --silent $(ZIG_STAMP) || { echo "test-aarch64: not run: pip cannot install what cross-compiles"; exit 0; }; \
 	$(IN_VENV) scripts/test-aarch64.sh
+
+.PHONY: test-kill
+test-kill: build ## End training in every way, 50 times each, and look for lost updates (OUTBOARD_KILL_REPEATS)
+	OUTBOARD_KILL_REPEATS=$${OUTBOARD_KILL_REPEATS:-50} $(BIN)/python -m pytest -m '' -s tests/test_kill.py $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: build ## Run the tests that need a CUDA device (ARGS: pytest's options)

@@ -15,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, exit};
 
-const SOURCES: [&str; 2] = ["cuda/adamw.cu", "cuda/status.cu"];
+const SOURCES: [&str; 5] = ["cuda/adamw.cu", "cuda/copy.cu", "cuda/gradients.cu", "cuda/runtime.cu", "cuda/status.cu"];
 const DEFAULT_ARCHS: &str = "80,90";
 
 /// Prints where each part of the package `nvidia.cu13` is; fails if there is none.

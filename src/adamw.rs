@@ -59,7 +59,7 @@ impl AdamW {
             bytes = bytes.saturating_add(spec.bytes()?);
         }
         let mut slab = self.arena.slab(bytes, &self.pool)?;
-        self.slots.extend(specs.into_iter().map(|spec| Slot::carve(spec, &mut slab)));
+        self.slots.extend(Slot::carve_all(specs, &mut slab));
         Ok((first..self.slots.len()).map(ParameterId).collect())
     }
 

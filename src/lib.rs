@@ -22,6 +22,7 @@
 //! bindings.
 
 mod adamw;
+pub mod device;
 pub mod engine;
 mod error;
 pub mod kernel;

@@ -87,6 +87,17 @@ impl WorkerPool {
         failures.sort_by_key(|&(position, _)| position);
         Ok(failures)
     }
+
+    /// Hands `work` to whichever thread is free next, after what was handed in before; returns at once. A panic in it is
+    /// kept from the pool, which goes on; `work` reports its own failures.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub(crate) fn spawn(&self, work: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.check_process()?;
+        self.rayon.spawn_fifo(move || drop(attempt(work)));
+        Ok(())
+    }
 }
 
 impl Drop for WorkerPool {
@@ -103,6 +114,13 @@ impl Drop for WorkerPool {
             let _ = thread.join();
         }
     }
+}
+
+/// Shortens the calling thread's timer slack (50 microseconds by default), so that its short sleeps are short.
+pub(crate) fn sleep_precisely() {
+    const NANOSECONDS: libc::c_ulong = 1000;
+    // SAFETY: sets a property of the calling thread; a refusal changes nothing.
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, NANOSECONDS) };
 }
 
 /// Runs `work`; a panic in it becomes the error, with its message.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,22 @@ def _as_found() -> Iterator[None]:
 def torch_threads() -> None:
     """Let torch's kernels use several threads."""
     torch.set_num_threads(4)
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def lanes_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a device with lanes: one made of host memory, with an order of completion of each test's own, or CUDA's.
+
+    `OUTBOARD_LANES_SEED` gives every test another order.
+    """
+    from lanes import LanesDevice
+    from outboard._lanes import LaneOptions
+
+    if request.param == "cuda":
+        return LanesDevice("cuda")
+    seed = zlib.crc32(request.node.name.encode()) ^ int(os.environ.get("OUTBOARD_LANES_SEED", "0"))
+    monkeypatch.setattr(LaneOptions, "simulate", seed)
+    return LanesDevice("cpu")
 
 
 #: Imports torch, which takes seconds, and forks a process for each program that it is told to run. outboard is imported

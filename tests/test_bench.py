@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import outboard
-from outboard import _cli, bench, doctor
+from outboard import bench, doctor
 from outboard._cli import main
+from outboard.bench import terminal
 
 CASES = {
     "all": ["fp32", "tiny", "bf16", "bf16_moments"],
@@ -244,7 +245,7 @@ def test_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     ],
 )
 def test_numel(text: str, numel: int) -> None:
-    assert _cli._numel(text) == numel
+    assert terminal.numel(text) == numel
 
 
 @pytest.mark.parametrize(

@@ -418,7 +418,7 @@ LIBRARY = {"compiled": "nvcc 13.0.88, sm_80 compute_80", "runtime_version": (13,
 )
 def test_cuda(system: Path, monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any], status: str, found: str) -> None:
     answer = {**LIBRARY, "driver_version": None, "devices": 0, "problem": None, **cuda}
-    native(monkeypatch, cuda_status=lambda: answer, require_gpu_lane=lambda: None)
+    native(monkeypatch, cuda_status=lambda: answer)
     finding = probe("cuda")
     assert finding.status == status
     assert found in finding.found
@@ -426,16 +426,6 @@ def test_cuda(system: Path, monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any
     if answer["compiled"] is None:
         write(system, {"dev/nvidiactl": ""})
         assert probe("cuda").status == "warning"
-
-
-def test_a_device_that_this_version_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise outboard.DeviceError("host memory only")
-
-    answer = {**LIBRARY, "driver_version": (13, 0), "devices": 1, "problem": None}
-    native(monkeypatch, cuda_status=lambda: answer, require_gpu_lane=refuse)
-    assert probe("cuda").status == "note"
-    assert probe("cuda").found.endswith("1 device; host memory only")
 
 
 # Failures

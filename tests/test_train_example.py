@@ -1,5 +1,6 @@
 """The main job, `examples/train_gpt.py`, run as a user runs it, at a tiny size."""
 
+import io
 import json
 import re
 import signal
@@ -14,7 +15,8 @@ import torch
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 STEPS = 240
 SIZES = {"steps": STEPS, "batch": 2, "context": 32, "layers": 1, "width": 32}
-TINY = [f"--{name}={value}" for name, value in SIZES.items()] + ["--threads=1", "--save-every=10"]
+SMALL = [f"--{name}={value}" for name, value in SIZES.items()] + ["--threads=1", "--save-every=10"]
+TINY = [*SMALL, "--device=cpu"]
 
 
 def command(*arguments):
@@ -37,6 +39,9 @@ def compared(tmp_path_factory):
 def test_both_sides_are_equal(compared):
     out, _ = compared
     summary = json.loads((out / "summary.json").read_text())
+    assert summary["device"] == "cpu"
+    assert summary["agrees"] is True
+    assert summary["loss_tolerance"] is None
     assert summary["losses_equal"] is True
     assert summary["weights_equal"] is True
     assert summary["losses_compared"] == STEPS + 8
@@ -157,7 +162,6 @@ def test_resume_refuses_a_file_that_is_no_checkpoint(refused, tmp_path):
         (["--text", "short.txt"], "text too short: short.txt has 5 bytes"),
         (["--text", "."], "cannot read --text .: Is a directory"),
         (["--resume"], "no checkpoint at runs/latest/checkpoint.pt: start without --resume"),
-        (["--device", "cuda"], "outboard updates host tensors in this version"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--save-every", "0"], "--save-every must be at least 1, got 0"),
         (["--width", "50"], "--width must be a multiple of 32, got 50"),
@@ -169,6 +173,92 @@ def test_bad_input(refused, tmp_path, arguments, message):
     (tmp_path / "short.txt").write_bytes(b"short")
     assert message in refused(*TINY, *arguments)
     assert [p.name for p in tmp_path.iterdir()] == ["short.txt"]
+
+
+def test_a_gpu_that_is_not_there(refused, monkeypatch, compared):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = refused(*SMALL, "--device", "cuda", "--out", "new")
+    assert line.startswith("train_gpt.py: --device cuda: this needs a GPU")
+    assert "use --device cpu" in line
+    # Nor is a run that was begun on the CPU taken elsewhere.
+    out, _ = compared
+    line = refused("--resume", "--out", out, "--device", "cuda")
+    assert "the checkpoint was made with --device cpu, not cuda" in line
+
+
+def test_attached_and_resumed_is_as_on_the_cpu(monkeypatch):
+    """What a GPU's run does beside placing the model there, with a device made of host memory."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from _gpt.data import load_text
+    from _gpt.settings import Settings
+    from _gpt.training import Run
+
+    from outboard._lanes import LaneOptions
+
+    settings = Settings(**{**SIZES, "steps": 12, "width": 160})
+    text = load_text(None, settings.context)
+    plain = Run("outboard", settings, text)
+    while not plain.finished:
+        plain.train_step()
+
+    def attached():
+        run = Run("outboard", settings, text)
+        run.optimizer.attach(run.model)
+        return run
+
+    monkeypatch.setattr(LaneOptions, "simulate", 7)
+    first = attached()
+    while first.step < 5:
+        first.train_step()
+    saved = io.BytesIO()
+    torch.save(first.state_dict(), saved)
+    saved.seek(0)
+    second = attached()
+    second.load_state_dict(torch.load(saved, weights_only=True))
+    while not second.finished:
+        second.train_step()
+    assert second.optimizer.stats()["eager_updates"] > 0
+    assert second.history.losses == plain.history.losses
+    assert second.history.validation == plain.history.validation
+    a, b = second.state_dict(), plain.state_dict()
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(600)
+def test_on_a_gpu(tmp_path):
+    result = run(*SMALL, "--out", "whole", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert result.stderr == ""
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["device"] == "cuda"
+    assert summary["agrees"] is True
+    assert 0 <= summary["loss_distance"] <= summary["loss_tolerance"]
+    assert summary["state_home"]["outboard"].startswith("host RAM")
+    assert summary["state_home"]["torch"].startswith("the GPU")
+    assert summary["machine"]["gpu"]
+    assert "losses, how far apart" in result.stdout
+    assert "bit for bit" not in result.stdout
+
+    # Stopped at a checkpoint and resumed: outboard's side has the same bits.
+    process = subprocess.Popen(
+        command(*SMALL, "--out", "parts", "--no-compare"), cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    checkpoint = tmp_path / "parts" / "checkpoint.pt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    assert torch.load(checkpoint, weights_only=True)["step"] < STEPS
+    result = run("--resume", "--out", "parts", "--no-compare", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    a = torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)
+    b = torch.load(checkpoint, weights_only=True)
+    assert a["history"]["losses"] == b["history"]["losses"]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
 
 
 def test_bad_input_is_exit_code_2(tmp_path):

@@ -63,7 +63,7 @@ def settings_to_resume(state: dict[str, Any], asked: dict[str, Any]) -> Settings
     UsageError
         A given setting differs: the run would not be the one that was begun.
     """
-    saved = state["settings"]
+    saved = {**Settings().as_dict(), **state["settings"]}
     # The text may have moved; whether it is the same is seen from its contents.
     for name, value in asked.items():
         if name != "text" and value != saved[name]:

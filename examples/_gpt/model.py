@@ -166,9 +166,9 @@ def generate(model: GPT, prompt: bytes, length: int, *, seed: int, temperature: 
         The prompt and its continuation.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)])
+    tokens = torch.tensor([list(prompt)], device=model.cosine.device)
     for _ in range(length):
         logits = model(tokens[:, -model.context :])[:, -1] / temperature
-        following = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        tokens = torch.cat([tokens, following], dim=1)
+        following = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)
+        tokens = torch.cat([tokens, following.to(tokens.device)], dim=1)
     return bytes(tokens[0].tolist())

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .report import cpu_name
+from .report import machine_name
 from .training import LABELS, Run, Side
 
 # Okabe and Ito's palette: told apart by every eye, and in print.
@@ -38,7 +38,7 @@ def write_plot(path: Path, runs: list[Run]) -> None:
         parameters = sum(p.numel() for p in runs[0].model.parameters())
         figure.suptitle(
             f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, on the "
-            f"{runs[0].text.source} ({cpu_name()}, threads: {settings.threads})",
+            f"{runs[0].text.source} ({machine_name(settings.device)}, threads: {settings.threads})",
             fontsize=11,
         )
         figure.savefig(path, dpi=150)

@@ -18,9 +18,9 @@ from .data import load_text
 from .display import TrainingDisplay
 from .model import generate
 from .plot import write_plot
-from .report import compare, cpu_name, print_table, readable, write_summary
+from .report import compare, machine_name, print_table, readable, write_summary
 from .settings import Settings, UsageError, default_threads
-from .training import Run, StopOnInterrupt, prepare_torch
+from .training import Run, StopOnInterrupt, check_device, default_device, prepare_torch
 
 INTERRUPTED = 130
 PROMPT = b"def "
@@ -52,9 +52,10 @@ class Session:
         self.saved = False
         state = checkpoint.load(self.checkpoint) if options.resume else None
         if state is None:
-            self.settings = Settings(**{"threads": default_threads(), **asked})
+            self.settings = Settings(**{"threads": default_threads(), "device": default_device(), **asked})
         else:
             self.settings = checkpoint.settings_to_resume(state, asked)
+        check_device(self.settings.device)
         self.text = load_text(self.settings.text, self.settings.context)
         if state is not None and state["text_sha256"] != self.text.sha256:
             raise UsageError(
@@ -113,8 +114,7 @@ class Session:
             highlight=False,
             soft_wrap=True,
         )
-        equal = comparison is None or (comparison.losses_equal and comparison.weights_equal)
-        return 0 if equal else 1
+        return 0 if comparison is None or comparison.agrees else 1
 
     def _introduce(self) -> None:
         settings, text, run = self.settings, self.text, self.run_outboard
@@ -123,7 +123,7 @@ class Session:
         self.console.print(
             f"GPT with {parameters:,} parameters on the {text.source} ({text.size:,} bytes); "
             f"{settings.steps:,} steps of {settings.batch} x {settings.context} bytes{begun}; "
-            f"{cpu_name()}, --threads {settings.threads}",
+            f"{machine_name(settings.device)}, --threads {settings.threads}",
             highlight=False,
             soft_wrap=True,
         )

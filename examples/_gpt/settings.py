@@ -37,6 +37,8 @@ class Settings:
     threads : int
         Threads of torch and of outboard. outboard's bits do not depend on it; those of torch's
         matrix products do.
+    device : {"cpu", "cuda"}
+        Where the model is.
     text : str or None
         Path of the text; None for the standard library's sources.
     """
@@ -50,6 +52,7 @@ class Settings:
     weight_decay: float = 0.1
     seed: int = 0
     threads: int = 1
+    device: str = "cpu"
     text: str | None = None
 
     def check(self) -> None:

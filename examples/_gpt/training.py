@@ -16,7 +16,7 @@ import outboard
 
 from .data import Text, training_batch, validation_batches
 from .model import GPT, parameter_groups
-from .settings import Settings
+from .settings import Settings, UsageError
 
 Side = Literal["outboard", "torch"]
 LABELS: dict[Side, str] = {
@@ -37,7 +37,8 @@ class History:
     validation : list of list
         ``[step, loss]`` for each look at the validation part.
     optimizer_ms, step_ms : list of float
-        Milliseconds in ``optimizer.step()``, and in the whole step.
+        Milliseconds in ``optimizer.step()``, and in the whole step. On a GPU the former are the host's: what it has
+        started there goes on behind them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,10 +55,31 @@ def prepare_torch(settings: Settings) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def default_device() -> str:
+    """Return "cuda" where torch finds a GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises
+    ------
+    UsageError
+        Says what to do.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "finds none" if torch.version.cuda else "is built without CUDA"
+        raise UsageError(
+            f"--device cuda: this needs a GPU, and torch {torch.__version__} {why}: use --device cpu "
+            "(`python -m outboard doctor` says more)"
+        )
+
+
 class Run:
     """A model in training with one of the two optimizers.
 
-    Both sides start from the same weights and see the same batches.
+    Both sides start from the same weights and see the same batches. On a GPU outboard's is attached to the model.
 
     Parameters
     ----------
@@ -75,7 +97,8 @@ class Run:
         self.text = text
         self.history = History()
         torch.manual_seed(settings.seed)
-        self.model = GPT(settings.width, settings.layers, settings.context)
+        # Made on the CPU, so that the initial weights are the same wherever they are trained.
+        self.model = GPT(settings.width, settings.layers, settings.context).to(settings.device)
         # Both optimizers must round alike. torch's kernel deals out units of 16 elements to its
         # threads and finishes a last, incomplete unit with scalar code that rounds exp_avg_sq
         # one ulp differently; there is none where every parameter is whole units long.
@@ -100,7 +123,8 @@ class Run:
         groups = parameter_groups(self.model, self.settings.weight_decay)
         lr = self.settings.learning_rate
         if self.side == "outboard":
-            return outboard.AdamW(groups, lr=lr, betas=BETAS, threads=self.settings.threads)
+            optimizer = outboard.AdamW(groups, lr=lr, betas=BETAS, threads=self.settings.threads)
+            return optimizer if self.settings.device == "cpu" else optimizer.attach(self.model)
         return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
     @property
@@ -124,7 +148,7 @@ class Run:
             seed=settings.seed,
             step=self.step,
         )
-        loss = self.model.loss(tokens, targets)
+        loss = self._loss(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         before_update = time.perf_counter()
         self.optimizer.step()
@@ -140,19 +164,24 @@ class Run:
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Mean loss over the fixed validation batches, in nats per byte."""
-        losses = [self.model.loss(tokens, targets).item() for tokens, targets in self._validation]
+        losses = [self._loss(tokens, targets).item() for tokens, targets in self._validation]
         return sum(losses) / len(losses)
+
+    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        device = self.settings.device
+        return self.model.loss(tokens.to(device), targets.to(device))
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state."""
         if isinstance(self.optimizer, outboard.AdamW):
-            return int(self.optimizer.stats()["state_bytes"])
+            stats = self.optimizer.stats()
+            return int(stats["state_bytes"] + stats["resident_bytes"])
         return sum(tensor.nbytes for tensor in self._state_tensors())
 
     def state_home(self) -> str:
         """Where the optimizer state lives, in words."""
         devices = {tensor.device.type for tensor in self._state_tensors()}
-        place = " and ".join("host RAM" if d == "cpu" else d for d in sorted(devices))
+        place = " and ".join("host RAM" if d == "cpu" else "the GPU" for d in sorted(devices))
         return place + (", one arena" if self.side == "outboard" else ", per tensor")
 
     def _state_tensors(self) -> list[torch.Tensor]:

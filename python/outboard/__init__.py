@@ -4,6 +4,7 @@
 """
 
 import sysconfig as _sysconfig
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _sysconfig.get_config_var("Py_GIL_DISABLED"):
     raise ImportError(
@@ -11,7 +12,7 @@ if _sysconfig.get_config_var("Py_GIL_DISABLED"):
         "with the global interpreter lock (python3.14 rather than python3.14t)"
     )
 
-from outboard import bench, doctor
+from outboard import doctor
 from outboard._adam import Adam, AdamW
 from outboard._native import (
     DeviceError,
@@ -23,7 +24,20 @@ from outboard._native import (
     build_info,
 )
 
+if _TYPE_CHECKING:
+    from outboard import bench
+
 __version__: str = build_info()["version"]
+
+
+def __getattr__(name: str) -> object:
+    """Import `outboard.bench` when it is first asked for: training does not need it."""
+    if name == "bench":
+        import importlib
+
+        return importlib.import_module("outboard.bench")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AdamW",

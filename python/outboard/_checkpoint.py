@@ -181,11 +181,11 @@ def _commit_master(slots: Slots, item: Plan, planes: dict[str, torch.Tensor]) ->
         planes["master"].copy_(master)
     elif "residual" in planes and master is not None:
         # The weight is the master's high half and stays what the model says.
-        slots.core.write_master(parameter, master.to("cpu", torch.float32, copy=True), False)
+        slots.write_master(parameter, master.to("cpu", torch.float32, copy=True), write_weight=False)
     elif "master" in planes and residual is not None:
         slots.pending_residuals[parameter] = residual.to("cpu", torch.float32, copy=True)
     else:
-        slots.core.clear_master(parameter)
+        slots.clear_master(parameter)
 
 
 def merge_groups(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from outboard import _transfer
+from outboard._lanes import LaneOptions
 from outboard._native import Core, DeviceError
+from outboard._pending import PendingParameter
+from outboard._resident import ResidentPlanes
 
 #: What parameters that are trained may be.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,16 +33,34 @@ class Slots:
         Returns the optimizer's `param_groups` as they are now: they may be replaced at any time.
     threads : int
         Worker threads.
+    threads_are_asked_for : bool
+        Whether that is the user's number, also for the lanes of devices.
+    lanes : LaneOptions
+        The options of the lanes of devices.
     full_master, bf16_state : bool
         How 16-bit weights keep their fp32 values, and the dtype of the moments.
     """
 
-    def __init__(self, groups: Callable[[], list[Group]], *, threads: int, full_master: bool, bf16_state: bool) -> None:
+    def __init__(
+        self,
+        groups: Callable[[], list[Group]],
+        *,
+        threads: int,
+        threads_are_asked_for: bool,
+        lanes: LaneOptions,
+        full_master: bool,
+        bf16_state: bool,
+    ) -> None:
         self._groups = groups
         self._full_master = full_master
         self._bf16_state = bf16_state
         self._process = os.getpid()
-        self.core = Core(threads)
+        self._threads = threads
+        self._lanes = lanes
+        self._transfer = lanes.transfer
+        self.resident = ResidentPlanes(lanes.device_state_bytes, bf16_state=bf16_state, full_master=full_master)
+        self.core = Core(threads, lanes.native(threads, is_asked_for=threads_are_asked_for))
+        self.core.set_pending_type(PendingParameter)
         #: Parameters that have a slot, in the order of binding.
         self.bound: list[torch.Tensor] = []
         #: Residuals that were loaded for full masters; the other half is the weight, which may be loaded later.
@@ -47,9 +71,18 @@ class Slots:
         """The optimizer's parameter groups."""
         return self._groups()
 
+    @property
+    def is_at_home(self) -> bool:
+        """Whether this is the process that made the state."""
+        return self._process == os.getpid()
+
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that made the state."""
+        return self._process != os.getpid()
+
     def check_process(self) -> None:
         """Raise `ForkedError` in a fork of the process that made the state."""
-        if self._process != os.getpid():
+        if self.is_forked():
             self.core.check_process()
 
     def listed(self) -> Iterator[torch.Tensor]:
@@ -61,6 +94,15 @@ class Slots:
         if not isinstance(parameter, torch.Tensor):
             return False
         return self.core.is_bound(parameter) or any(listed is parameter for listed in self.listed())
+
+    def with_device_gradient(self) -> list[torch.Tensor]:
+        """Return the parameters that have a gradient and are not in host memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                parameter
+                for parameter in self.listed()
+                if parameter.grad is not None and self.core.is_bound(parameter) and self.core.is_on_device(parameter)
+            ]
 
     def named(self) -> Iterator[tuple[int, Group, str, torch.Tensor]]:
         """Yield number, group, name and parameter of all that are listed."""
@@ -97,29 +139,111 @@ class Slots:
                 fresh[id(parameter)] = parameter
             elif not amsgrad:
                 continue
-            entries.append((parameter, name, number, self._full_master, self._bf16_state, amsgrad))
+            planes = self._resident_planes(parameter, amsgrad)
+            entries.append((parameter, name, number, self._full_master, self._bf16_state, amsgrad, planes))
         if entries:
+            self._choose_transfer(parameter for parameter, *_ in entries)
             self.core.bind(self.groups, entries)
             self.bound.extend(fresh.values())
+            for warning in self.core.take_warnings():
+                warnings.warn(warning, RuntimeWarning, stacklevel=5)
+
+    def _resident_planes(self, parameter: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor] | None:
+        is_device = parameter.is_cuda or (self._lanes.simulate is not None and parameter.device.type == "cpu")
+        self.resident.budget((p, bool(group["amsgrad"])) for _, group, _, p in self.named() if p.is_cuda or is_device)
+        with torch.inference_mode(False):
+            planes = self.resident.take(parameter, amsgrad=amsgrad, is_device=is_device)
+        if planes and parameter.is_cuda:
+            # The zeros are written in the order of this stream, and used in that of others.
+            torch.cuda.current_stream(parameter.device).synchronize()
+        return planes
+
+    def _choose_transfer(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Choose how the GPU lane meets the state, once, by what has been measured on this machine."""
+        if self._transfer != "auto" or self._lanes.mode == "cpu" or self._lanes.simulate is not None:
+            return
+        device = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+        if device is not None:
+            self._transfer = _transfer.choose(device)
+            self.core.set_transfer(self._transfer)
+
+    @property
+    def transfer(self) -> str:
+        """How the GPU lane meets the state: "auto" until it has been chosen."""
+        return self._transfer
 
     def planes(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return fresh zero-copy tensors over a bound parameter's planes, by torch's names."""
+        """Return a bound parameter's planes by torch's names: fresh zero-copy tensors, or those on the device."""
         # A tensor made in inference mode could not be written outside of it, ever.
         with torch.inference_mode(False):
-            return {name: from_dlpack(plane) for name, plane in self.core.planes(parameter)}
+            planes = {name: from_dlpack(plane) for name, plane in self.core.planes(parameter)}
+        # Empty planes share their address with whatever comes next, and torch.save refuses two dtypes at one.
+        planes = {name: tensor if tensor.numel() else torch.empty_like(tensor) for name, tensor in planes.items()}
+        return {**planes, **self.resident.tensors.get(parameter, {})}
+
+    # ---- the fp32 values behind weights
+
+    def read_master(self, parameter: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy a bound parameter's fp32 values into a tensor in host memory."""
+        with self._on_host(parameter) as (core, key, weight):
+            core.read_master(key, weight, out)
+
+    def write_master(self, parameter: torch.Tensor, values: torch.Tensor, *, write_weight: bool) -> None:
+        """Set residual or master, and perhaps the weight, from fp32 values in host memory."""
+        with self._on_host(parameter) as (core, key, weight):
+            core.write_master(key, weight, values, write_weight)
+            if write_weight and parameter.data_ptr() != weight.data_ptr():
+                parameter.detach().copy_(weight)
+
+    def load_residual(self, parameter: torch.Tensor, residual: torch.Tensor) -> None:
+        """Set a full master from the weight as it is and residuals in host memory."""
+        with self._on_host(parameter) as (core, key, weight):
+            core.load_residual(key, weight, residual)
+
+    def clear_master(self, parameter: torch.Tensor) -> None:
+        """Set residuals to zero, or masters to the weight."""
+        with self._on_host(parameter) as (core, key, weight):
+            core.clear_master(key, weight)
+
+    @contextmanager
+    def _on_host(self, parameter: torch.Tensor) -> Iterator[tuple[Core, torch.Tensor, torch.Tensor]]:
+        """Yield a native half that has the parameter's planes in host memory, its key there, and the weight there."""
+        weight = host_weight(parameter)
+        resident = self.resident.tensors.get(parameter)
+        if resident is None:
+            yield self.core, parameter, weight
+            return
+        # A native half of its own, for as long as this takes, around copies.
+        key = torch.nn.Parameter(weight.detach(), requires_grad=parameter.requires_grad)
+        core = Core(self._threads, LaneOptions().native(self._threads, is_asked_for=True) | {"simulate": None})
+        amsgrad = "max_exp_avg_sq" in resident
+        core.bind([{"params": [key]}], [(key, "a copy", 0, self._full_master, self._bf16_state, amsgrad, None)])
+        with torch.inference_mode(False), torch.no_grad():
+            copies = {name: from_dlpack(plane) for name, plane in core.planes(key)}
+            for name, plane in resident.items():
+                copies[name].copy_(plane)
+            yield core, key, key
+            for name, plane in resident.items():
+                plane.copy_(copies[name])
 
     def reset(self, parameter: torch.Tensor) -> None:
         """Set a parameter's state to zero."""
         self.bind([parameter])
         self.pending_residuals.pop(parameter, None)
         self.core.reset(parameter)
+        self.resident.zero(parameter)
 
     def settle(self) -> None:
         """Combine pending residuals with the weights as they are now."""
         for parameter, residual in list(self.pending_residuals.items()):
-            self.core.load_residual(parameter, residual)
+            self.load_residual(parameter, residual)
             # Not before: a parameter that is refused now keeps its residual for the next try.
             del self.pending_residuals[parameter]
+
+
+def host_weight(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter, or a copy of it in host memory with its order of elements."""
+    return parameter if parameter.device.type == "cpu" else parameter.detach().to("cpu")
 
 
 def parameter_name(group: Group, index: int, position: int) -> str:
@@ -143,5 +267,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             f"{name}: its dtype is {parameter.dtype}; outboard updates torch.float32, torch.bfloat16 and torch.float16"
         )
     # Parameters on the meta device get their memory later.
-    if parameter.requires_grad and parameter.device.type not in ("cpu", "meta"):
-        raise DeviceError(f"{name}: it is on {parameter.device}; this version updates parameters in host memory (cpu)")
+    if parameter.requires_grad and parameter.device.type not in ("cpu", "cuda", "meta"):
+        raise DeviceError(
+            f"{name}: it is on {parameter.device}; outboard updates parameters in host memory (cpu) and on CUDA devices"
+        )

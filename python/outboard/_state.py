@@ -69,6 +69,13 @@ class ParameterState(dict[str, Any]):
         """Store keys that are no planes."""
         super().update(extra)
 
+    def has_foreign(self) -> bool:
+        """Whether a plane's tensor is not the one handed out."""
+        return any(
+            self.get(name) is not tensor or tensor.data_ptr() != address
+            for name, (tensor, address) in self._handed_out.items()
+        )
+
     def adopt(self) -> None:
         """Copy into the planes what was put in their place past `__setitem__`: `dict.__setitem__`, `tensor.data =`."""
         foreign = {
@@ -266,6 +273,10 @@ class State(dict[torch.Tensor, Any]):
         if key not in self:
             self[key] = {} if default is None else default
         return self[key]
+
+    def has_foreign(self) -> bool:
+        """Whether a tensor has been put in a plane's place past `__setitem__`."""
+        return any(isinstance(state, ParameterState) and state.has_foreign() for state in self.values())
 
     def adopt(self) -> None:
         """Copy into the planes what has been put in their place past `__setitem__`."""

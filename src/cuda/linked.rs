@@ -1,16 +1,18 @@
 //! The safe layer over the linked library: error codes become [`Error::Cuda`], with CUDA's name of the error and what
 //! to do about those that a user can cure.
 
-use super::{BUILD, DeviceUpdate, Status, sys};
+use super::{BUILD, Status, device, sys};
+use crate::device::DeviceUpdate;
 use crate::error::{Error, Result};
-use std::ffi::{CStr, c_char, c_int};
-use std::ptr::from_ref;
+use std::ffi::{CStr, c_char, c_int, c_void};
 
 // Values of cudaError_t.
-const SUCCESS: c_int = 0;
+pub(super) const SUCCESS: c_int = 0;
 const INSUFFICIENT_DRIVER: c_int = 35;
 const NO_DEVICE: c_int = 100;
 const NO_KERNEL_IMAGE_FOR_DEVICE: c_int = 209;
+const STREAM_CAPTURE_FIRST: c_int = 900;
+const STREAM_CAPTURE_LAST: c_int = 908;
 
 pub(super) fn status() -> Status {
     let (mut devices, mut driver, mut runtime) = (0, 0, 0);
@@ -63,48 +65,30 @@ fn describe(code: c_int) -> String {
     format!("{}: {}", text(name), text(explanation))
 }
 
+/// The error of a call, with what was being done and what to do about it where a user can do something.
+pub(super) fn failure(code: c_int, what: &str, cure: &str) -> Error {
+    let general = match code {
+        NO_KERNEL_IMAGE_FOR_DEVICE => {
+            format!("; this build is for {BUILD}, build with OUTBOARD_CUDA_ARCHS naming your device's capability")
+        }
+        STREAM_CAPTURE_FIRST..=STREAM_CAPTURE_LAST => {
+            "; a CUDA graph capture is under way: call this outside of what is captured".to_owned()
+        }
+        _ => String::new(),
+    };
+    Error::Cuda(format!("{what}: {}{general}{cure}", describe(code)))
+}
+
+/// The result of a call that was to do `what`.
+pub(super) fn check(code: c_int, what: impl FnOnce() -> String) -> Result<()> {
+    if code == SUCCESS { Ok(()) } else { Err(failure(code, &what(), "")) }
+}
+
 /// # Safety
 /// As for [`super::adamw`].
-pub(super) unsafe fn adamw(update: &DeviceUpdate<'_>) -> Result<()> {
-    let DeviceUpdate { parameter, first, len, .. } = *update;
-    let n =
-        i64::try_from(len).map_err(|_| Error::InvalidValue(format!("{parameter}: {len} elements in one update")))?;
-    // SAFETY: the caller vouches for the planes and the stream; the constants are read before the call returns.
-    let code = unsafe {
-        sys::outboard_cuda_adamw(
-            update.weight_kind as c_int,
-            update.grad_kind as c_int,
-            update.moment_kind as c_int,
-            update.weight,
-            update.kept,
-            update.grad,
-            update.exp_avg,
-            update.exp_avg_sq,
-            update.max_exp_avg_sq,
-            n,
-            first,
-            from_ref(&update.constants),
-            update.noise.key(),
-            // A division by 1 changes nothing; the kernel leaves it out.
-            update.grad_scale.unwrap_or(1.0),
-            update.stream,
-        )
-    };
-    match code {
-        SUCCESS => Ok(()),
-        code => {
-            let end = u128::from(first) + len as u128;
-            let cure = if code == NO_KERNEL_IMAGE_FOR_DEVICE {
-                format!("; this build is for {BUILD}, build with OUTBOARD_CUDA_ARCHS naming your device's capability")
-            } else {
-                String::new()
-            };
-            Err(Error::Cuda(format!(
-                "cannot update {parameter}, elements {first}..{end}, on the device: {}{cure}",
-                describe(code)
-            )))
-        }
-    }
+pub(super) unsafe fn adamw(update: &DeviceUpdate<'_>, stream: usize) -> Result<()> {
+    // SAFETY: the caller vouches for the planes and the stream.
+    unsafe { device::update(sys::CURRENT_DEVICE, update, stream as *mut c_void) }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! The CUDA library in `cuda/`: what it can do on this machine, and the update on the device, behind functions that
-//! return [`Error::Cuda`]. This layer knows device pointers and streams as numbers, and the recipe's constants; it
-//! knows no parameters, queues or tensors.
+//! The CUDA library in `cuda/`: what it can do on this machine, and a GPU as a [`crate::device::Device`], behind
+//! functions that return [`Error::Cuda`]. This layer knows device pointers and streams as numbers, and the recipe's
+//! constants; it knows no parameters, queues or tensors.
 //!
 //! A crate built without the library (no compiler found, or the feature `cuda` off) has the same functions; they say so
 //! in the error, with the cure. Nothing here is called when the crate is loaded, and a machine without a driver is an
@@ -8,6 +8,8 @@
 
 #[cfg(not(outboard_cuda))]
 mod absent;
+#[cfg(outboard_cuda)]
+mod device;
 #[cfg(outboard_cuda)]
 mod linked;
 #[cfg(outboard_cuda)]
@@ -20,9 +22,14 @@ use absent as implementation;
 #[cfg(outboard_cuda)]
 use linked as implementation;
 
+#[cfg(not(outboard_cuda))]
+pub use absent::{CudaDevice, CudaEvent};
+#[cfg(outboard_cuda)]
+pub use device::{CudaDevice, CudaEvent};
+
+use crate::device::DeviceUpdate;
 use crate::error::{Error, Result};
-use crate::kernel::{Constants, Noise};
-use std::ffi::c_void;
+use crate::kernel::Constants;
 use std::mem::offset_of;
 
 /// What build.rs says of the library: what compiled it and for which devices, or why it is not there.
@@ -44,79 +51,6 @@ pub struct Status {
     pub problem: Option<String>,
 }
 
-/// The dtype of a weight and what is kept beside it. The numbers are those of `cuda/outboard_cuda.h`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(i32)]
-pub enum WeightKind {
-    /// fp32, its own master.
-    F32 = 0,
-    /// bf16 with an `i16` residual.
-    Bf16Split = 1,
-    /// bf16 with an fp32 master.
-    Bf16Full = 2,
-    /// fp16 with an fp32 master.
-    F16Full = 3,
-}
-
-/// The dtype of a gradient. The numbers are those of `cuda/outboard_cuda.h`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(i32)]
-pub enum GradKind {
-    /// fp32.
-    F32 = 0,
-    /// bf16.
-    Bf16 = 1,
-    /// fp16.
-    F16 = 2,
-}
-
-/// The dtype of the moments. The numbers are those of `cuda/outboard_cuda.h`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(i32)]
-pub enum MomentKind {
-    /// fp32.
-    F32 = 0,
-    /// bf16, rounded stochastically when stored.
-    Bf16 = 1,
-}
-
-/// One run of one parameter to update on the device. [`adamw`] says what must hold of the pointers.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceUpdate<'a> {
-    /// The parameter's name, for error messages.
-    pub parameter: &'a str,
-    /// The dtype of `weight`, and what `kept` holds.
-    pub weight_kind: WeightKind,
-    /// The dtype of `grad`.
-    pub grad_kind: GradKind,
-    /// The dtype of the moments.
-    pub moment_kind: MomentKind,
-    /// The live weights, read and written.
-    pub weight: *mut c_void,
-    /// The residuals or masters, read and written; null for [`WeightKind::F32`].
-    pub kept: *mut c_void,
-    /// The gradients, read.
-    pub grad: *const c_void,
-    /// The first moments, read and written.
-    pub exp_avg: *mut c_void,
-    /// The second moments, read and written.
-    pub exp_avg_sq: *mut c_void,
-    /// The second moments' maxima, read and written; null without amsgrad.
-    pub max_exp_avg_sq: *mut c_void,
-    /// Number of elements in each plane. With 0 the pointers are not looked at.
-    pub len: usize,
-    /// The parameter's index of element 0.
-    pub first: u64,
-    /// The group's constants at this step.
-    pub constants: Constants,
-    /// The random bits of bf16 moments.
-    pub noise: Noise,
-    /// Gradients are divided by it first; they are not written back.
-    pub grad_scale: Option<f32>,
-    /// The `cudaStream_t` in whose order the update happens; null is the default stream.
-    pub stream: *mut c_void,
-}
-
 /// What this build and this machine have of CUDA. It starts the driver, but makes no context on any device.
 pub fn status() -> Status {
     implementation::status()
@@ -130,8 +64,8 @@ pub fn require_device() -> Result<()> {
     status().problem.map_or(Ok(()), |problem| Err(Error::Cuda(problem)))
 }
 
-/// Starts an update on the calling thread's current device and returns; failures of the device itself come from later
-/// calls on the stream.
+/// Starts an update on the calling thread's current device, on one of its streams (a `cudaStream_t`; 0 is the default
+/// stream), and returns; failures of the device itself come from later calls on the stream.
 ///
 /// # Errors
 /// [`Error::Cuda`] with the parameter's name and CUDA's name of the error. Nothing has been started then.
@@ -141,9 +75,9 @@ pub fn require_device() -> Result<()> {
 /// the current device can address (its own, or host memory registered as mapped, by its device address); nothing else
 /// may write the planes, or read any of them but `grad`, except in the stream's order; they do not overlap. `stream`
 /// belongs to the current device.
-pub unsafe fn adamw(update: &DeviceUpdate<'_>) -> Result<()> {
-    // SAFETY: the caller vouches for the pointers as `implementation::adamw` asks.
-    unsafe { implementation::adamw(update) }
+pub unsafe fn adamw(update: &DeviceUpdate<'_>, stream: usize) -> Result<()> {
+    // SAFETY: the caller vouches for the addresses as `implementation::adamw` asks.
+    unsafe { implementation::adamw(update, stream) }
 }
 
 // The layout that the static_asserts in cuda/adamw.cu state for the other side.

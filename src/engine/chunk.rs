@@ -29,7 +29,7 @@ pub(super) struct Chunk<'a> {
 }
 
 /// How many elements the next chunk takes of a parameter of which `first` have been taken and `left` are left.
-fn next_len(first: usize, left: usize, chunk_elems: usize) -> usize {
+pub(super) fn next_len(first: usize, left: usize, chunk_elems: usize) -> usize {
     let to_border = NOISE_SPAN - first as u64 % NOISE_SPAN;
     left.min(chunk_elems).min(usize::try_from(to_border).unwrap_or(usize::MAX))
 }

@@ -2,12 +2,18 @@
 //! neither Python nor torch; all its memory accesses are safe, through `memory`'s views and planes.
 
 mod chunk;
+pub mod lanes;
 mod master;
 mod norm;
 mod slot;
 mod step;
 mod views;
 
-pub use slot::{Kept, MomentDType, MomentPlanes, Moments, Slot, SlotSpec, WeightKind};
-pub use step::{DEFAULT_CHUNK_ELEMS, NonFinite, StepOptions, StepReport, Update, step};
+pub use crate::kernel::{MomentDType, WeightKind};
+pub use norm::squared_norms;
+pub use slot::{Kept, MomentPlanes, Moments, Slot, SlotSpec};
+pub use step::{
+    DEFAULT_CHUNK_ELEMS, NonFinite, StepOptions, StepReport, Update, Verdict, check, judge, squared_norms_of, step,
+    update,
+};
 pub use views::{GradElements, GradView, WeightView};

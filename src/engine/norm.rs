@@ -9,22 +9,11 @@ use crate::pool::WorkerPool;
 /// Blocks that one worker takes at once.
 const BLOCKS_PER_ITEM: usize = 64;
 
-/// Sums of squares, one per gradient.
-pub(super) struct SquaredNorms(Vec<f64>);
-
-impl SquaredNorms {
-    /// Of all gradients together, added in order.
-    pub(super) fn total(&self) -> f64 {
-        self.0.iter().sum()
-    }
-
-    pub(super) fn per_gradient(&self) -> impl Iterator<Item = f64> + '_ {
-        self.0.iter().copied()
-    }
-}
-
 /// The sum of squares of each gradient divided by `scale`.
-pub(super) fn squared_norms(pool: &WorkerPool, isa: Isa, grads: &[&GradView<'_>], scale: f32) -> Result<SquaredNorms> {
+///
+/// # Errors
+/// [`Error::Worker`], [`Error::Forked`].
+pub fn squared_norms(pool: &WorkerPool, isa: Isa, grads: &[&GradView<'_>], scale: f32) -> Result<Vec<f64>> {
     let mut partials: Vec<Vec<f64>> = grads.iter().map(|grad| vec![0.0; grad.len().div_ceil(BLOCK)]).collect();
     let mut items = Vec::new();
     for (grad, partials) in grads.iter().zip(&mut partials) {
@@ -48,5 +37,5 @@ pub(super) fn squared_norms(pool: &WorkerPool, isa: Isa, grads: &[&GradView<'_>]
     if let Some((_, cause)) = failures.into_iter().next() {
         return Err(Error::Worker(vec![Failure { parameter: "the gradient norm".into(), first: 0, len: 0, cause }]));
     }
-    Ok(SquaredNorms(partials.into_iter().map(reduce_partials).collect()))
+    Ok(partials.into_iter().map(reduce_partials).collect())
 }

@@ -2,32 +2,9 @@
 
 use super::views::{Split, WeightView};
 use crate::error::{Error, Result};
-use crate::kernel::MomentSlices;
+use crate::kernel::{MomentDType, MomentSlices, WeightKind};
 use crate::memory::{Element, Layout, Plane, Slab, StridedRef, Walks, plane_bytes};
 use half::bf16;
-
-/// The dtype of a weight and how its fp32 master is kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WeightKind {
-    /// fp32: the weight is its own master.
-    F32,
-    /// bf16 with a 16-bit residual.
-    Bf16Split,
-    /// bf16 with a full fp32 master.
-    Bf16Full,
-    /// fp16 with a full fp32 master.
-    F16Full,
-}
-
-/// The dtype in which the moments are stored.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum MomentDType {
-    /// fp32.
-    #[default]
-    F32,
-    /// bf16, rounded stochastically.
-    Bf16,
-}
 
 /// What a slot is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -158,13 +135,41 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Cuts a slot's planes off a slab that has at least [`SlotSpec::bytes`] left.
+    /// Cuts the planes of slots off a slab that has at least [`SlotSpec::bytes`] left for each: step counts first, then
+    /// the planes of tiny parameters one behind the other, so that few copies carry many, then the others.
+    ///
+    /// # Panics
+    /// If the slab is too small.
+    pub fn carve_all(specs: Vec<SlotSpec>, slab: &mut Slab) -> Vec<Self> {
+        let mut steps: Vec<Plane<f64>> = specs.iter().map(|_| slab.carve(1)).collect();
+        let is_tiny = |spec: &SlotSpec| spec.layout.numel() <= super::lanes::TINY_ELEMS;
+        let (tiny, others): (Vec<_>, Vec<_>) = specs.into_iter().enumerate().partition(|(_, spec)| is_tiny(spec));
+        let carved = tiny.into_iter().chain(others);
+        let mut slots: Vec<(usize, Self)> =
+            carved.map(|(index, spec)| (index, Self::carve_planes(spec, slab))).collect();
+        slots.sort_by_key(|&(index, _)| index);
+        let slots = slots.into_iter().zip(steps.drain(..));
+        slots.map(|((_, slot), step)| Self { step, ..slot }).collect()
+    }
+
+    /// Cuts one slot's planes off a slab that has at least [`SlotSpec::bytes`] left.
     ///
     /// # Panics
     /// If it has not.
     pub fn carve(spec: SlotSpec, slab: &mut Slab) -> Self {
-        let len = spec.layout.numel();
         let step = slab.carve(1);
+        Self { step, ..Self::carve_planes(spec, slab) }
+    }
+
+    /// A slot whose planes are not in host memory, but for the step count: somebody else's device has them. It cannot be
+    /// stepped on the host.
+    pub fn elsewhere(spec: SlotSpec, slab: &mut Slab) -> Self {
+        let moments = MomentPlanes { exp_avg: Plane::default(), exp_avg_sq: Plane::default(), max_exp_avg_sq: None };
+        Self { spec, step: slab.carve(1), moments: Moments::F32(moments), kept: Kept::Nothing, poisoned: None }
+    }
+
+    fn carve_planes(spec: SlotSpec, slab: &mut Slab) -> Self {
+        let len = spec.layout.numel();
         let moments = match spec.moments {
             MomentDType::F32 => Moments::F32(MomentPlanes::carve(slab, len, spec.amsgrad)),
             MomentDType::Bf16 => Moments::Bf16(MomentPlanes::carve(slab, len, spec.amsgrad)),
@@ -174,7 +179,8 @@ impl Slot {
             WeightKind::Bf16Split => Kept::Residual(slab.carve(len)),
             WeightKind::Bf16Full | WeightKind::F16Full => Kept::Master(slab.carve(len)),
         };
-        Self { spec, step, moments, kept, poisoned: None }
+        // `carve_all` puts the step count in its place.
+        Self { spec, step: Plane::default(), moments, kept, poisoned: None }
     }
 
     /// Whether a weight is of the slot's kind.
@@ -328,6 +334,12 @@ pub(super) struct MomentRun<'a, T> {
     exp_avg: &'a mut [T],
     exp_avg_sq: &'a mut [T],
     max_exp_avg_sq: Option<&'a mut [T]>,
+}
+
+impl<'a, T> MomentRun<'a, T> {
+    pub(super) fn new(exp_avg: &'a mut [T], exp_avg_sq: &'a mut [T], max_exp_avg_sq: Option<&'a mut [T]>) -> Self {
+        Self { exp_avg, exp_avg_sq, max_exp_avg_sq }
+    }
 }
 
 impl<T: Copy> MomentRun<'_, T> {

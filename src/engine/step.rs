@@ -2,7 +2,7 @@
 //! changed; then every parameter, chunk by chunk, on the worker pool.
 
 use super::chunk::Chunk;
-use super::norm::{SquaredNorms, squared_norms};
+use super::norm::squared_norms;
 use super::slot::Slot;
 use super::views::{GradView, WeightView};
 use crate::error::{Error, Failure, Result};
@@ -95,38 +95,111 @@ pub struct StepReport {
 /// Before anything has been changed: [`Error::Forked`], [`Error::Poisoned`], [`Error::NonFinite`],
 /// [`Error::InvalidValue`] for lengths, kinds or a layout that do not fit. [`Error::Worker`] after every other parameter has been updated; those it
 /// names are poisoned.
-pub fn step(pool: &WorkerPool, isa: Isa, mut updates: Vec<Update<'_>>, options: &StepOptions) -> Result<StepReport> {
-    pool.check_process()?;
-    validate(&updates, options)?;
+pub fn step(pool: &WorkerPool, isa: Isa, updates: Vec<Update<'_>>, options: &StepOptions) -> Result<StepReport> {
+    check(pool, &updates, options)?;
     // For the constants, the clip factor and the last additions of the norm, which are formed on this thread.
     let _environment = DefaultFloatEnvironment::enter();
-    let mut report = StepReport::default();
-    if options.found_inf {
-        report.skipped = true;
-        return Ok(report);
+    let squares = if options.want_norm() { squared_norms_of(pool, isa, &updates, options)? } else { Vec::new() };
+    let verdict = judge(options, &squares, |index| updates[index].slot.spec.name.clone())?;
+    if verdict.skipped {
+        return Ok(StepReport { grad_norm: verdict.grad_norm, skipped: true, ..StepReport::default() });
     }
-    let mut clip = 1.0;
-    let norm_is_wanted = options.max_grad_norm.is_some() || options.compute_grad_norm;
-    if norm_is_wanted || options.nonfinite != NonFinite::Propagate {
-        let grads: Vec<&GradView<'_>> = updates.iter().map(|update| &update.grad).collect();
-        let norms = squared_norms(pool, isa, &grads, options.grad_scale.unwrap_or(1.0))?;
-        let norm = norms.total().sqrt();
-        report.grad_norm = norm_is_wanted.then_some(norm);
-        if !norm.is_finite() {
-            match options.nonfinite {
-                NonFinite::Propagate => {}
-                NonFinite::Skip => {
-                    report.skipped = true;
-                    return Ok(report);
-                }
-                NonFinite::Raise => return Err(non_finite(norm, &norms, &updates)),
+    update(pool, isa, updates, &verdict, options)
+}
+
+impl StepOptions {
+    /// Whether a step has to look at all gradients before it changes anything.
+    pub fn want_norm(&self) -> bool {
+        !self.found_inf && (self.wants_value() || self.nonfinite != NonFinite::Propagate)
+    }
+
+    fn wants_value(&self) -> bool {
+        self.max_grad_norm.is_some() || self.compute_grad_norm
+    }
+}
+
+/// What the policies make of a step's gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Verdict {
+    /// What gradients are multiplied by.
+    pub clip: f32,
+    /// The norm of all gradients together, if it was wanted.
+    pub grad_norm: Option<f64>,
+    /// Whether the step changes nothing.
+    pub skipped: bool,
+}
+
+/// Applies the policies, given the sums of squares of all gradients in the order of parameters (none unless
+/// [`StepOptions::want_norm`]).
+///
+/// # Errors
+/// [`Error::NonFinite`], with the names that `name` gives by position.
+pub fn judge(options: &StepOptions, squares: &[f64], name: impl Fn(usize) -> String) -> Result<Verdict> {
+    let mut verdict = Verdict { clip: 1.0, grad_norm: None, skipped: options.found_inf };
+    if !options.want_norm() {
+        return Ok(verdict);
+    }
+    let norm = squares.iter().sum::<f64>().sqrt();
+    verdict.grad_norm = options.wants_value().then_some(norm);
+    if !norm.is_finite() {
+        match options.nonfinite {
+            NonFinite::Propagate => {}
+            NonFinite::Skip => {
+                verdict.skipped = true;
+                return Ok(verdict);
+            }
+            NonFinite::Raise => {
+                let bad = squares.iter().enumerate().filter(|(_, squares)| !squares.is_finite());
+                return Err(Error::NonFinite { norm, parameters: bad.map(|(index, _)| name(index)).collect() });
             }
         }
-        clip = options.max_grad_norm.map_or(1.0, |max_norm| clip_factor(norm, max_norm));
     }
-    report.parameters = updates.len();
-    report.elements = updates.iter().map(|update| update.weight.len()).sum();
-    let failures = run(pool, isa, &mut updates, clip, options)?;
+    verdict.clip = options.max_grad_norm.map_or(1.0, |max_norm| clip_factor(norm, max_norm));
+    Ok(verdict)
+}
+
+/// The sum of squares of each update's gradient.
+///
+/// # Errors
+/// [`Error::Worker`], [`Error::Forked`].
+pub fn squared_norms_of(
+    pool: &WorkerPool,
+    isa: Isa,
+    updates: &[Update<'_>],
+    options: &StepOptions,
+) -> Result<Vec<f64>> {
+    let grads: Vec<&GradView<'_>> = updates.iter().map(|update| &update.grad).collect();
+    squared_norms(pool, isa, &grads, options.grad_scale.unwrap_or(1.0))
+}
+
+/// Refuses, before anything is changed, what [`step`] refuses.
+///
+/// # Errors
+/// As [`step`].
+pub fn check(pool: &WorkerPool, updates: &[Update<'_>], options: &StepOptions) -> Result<()> {
+    pool.check_process()?;
+    validate(updates, options)
+}
+
+/// Updates every parameter of `updates`, which have been checked, as the policies say.
+///
+/// # Errors
+/// [`Error::Worker`], as [`step`].
+pub fn update(
+    pool: &WorkerPool,
+    isa: Isa,
+    mut updates: Vec<Update<'_>>,
+    verdict: &Verdict,
+    options: &StepOptions,
+) -> Result<StepReport> {
+    let _environment = DefaultFloatEnvironment::enter();
+    let report = StepReport {
+        grad_norm: verdict.grad_norm,
+        skipped: false,
+        parameters: updates.len(),
+        elements: updates.iter().map(|update| update.weight.len()).sum(),
+    };
+    let failures = run(pool, isa, &mut updates, verdict.clip, options)?;
     if failures.is_empty() { Ok(report) } else { Err(Error::Worker(failures)) }
 }
 
@@ -134,11 +207,6 @@ pub fn step(pool: &WorkerPool, isa: Isa, mut updates: Vec<Update<'_>>, options: 
 fn clip_factor(norm: f64, max_norm: f64) -> f32 {
     let factor = max_norm / (norm + 1e-6);
     (if factor > 1.0 { 1.0 } else { factor }) as f32
-}
-
-fn non_finite(norm: f64, norms: &SquaredNorms, updates: &[Update<'_>]) -> Error {
-    let parameters = norms.per_gradient().zip(updates).filter(|(norm, _)| !norm.is_finite());
-    Error::NonFinite { norm, parameters: parameters.map(|(_, update)| update.slot.spec.name.clone()).collect() }
 }
 
 fn validate(updates: &[Update<'_>], options: &StepOptions) -> Result<()> {

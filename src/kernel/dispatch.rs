@@ -215,6 +215,31 @@ pub(crate) fn unscale(isa: Isa, grad: GradSlice<'_>, scale: f32, out: &mut [f32]
     }
 }
 
+/// Widens gradients to fp32 and stores them in `sum`, or adds them to it; `sum` has their length.
+pub(crate) fn accumulate(isa: Isa, grad: GradSlice<'_>, add: bool, sum: &mut [f32]) {
+    const BLOCK: usize = 1024;
+    let _environment = super::DefaultFloatEnvironment::enter();
+    debug_assert_eq!(grad.len(), sum.len());
+    let mut at = 0;
+    for sum in sum.chunks_mut(BLOCK) {
+        let range = at..at + sum.len();
+        at = range.end;
+        let grad = match grad {
+            GradSlice::F32(grad) => GradSlice::F32(&grad[range]),
+            GradSlice::Bf16(grad) => GradSlice::Bf16(&grad[range]),
+            GradSlice::F16(grad) => GradSlice::F16(&grad[range]),
+        };
+        if add {
+            let mut wide = [0.0; BLOCK];
+            let wide = &mut wide[..sum.len()];
+            unscale(isa, grad, 1.0, wide);
+            sum.iter_mut().zip(wide).for_each(|(sum, g)| *sum += *g);
+        } else {
+            unscale(isa, grad, 1.0, sum);
+        }
+    }
+}
+
 /// One pass of the benchmarks' stream loop, the yardstick of memory: adds `g` to `p`, `m` and `v`, four arrays of one length.
 ///
 /// # Panics

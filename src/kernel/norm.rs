@@ -7,8 +7,8 @@
 
 use super::recipe::GradElement;
 
-/// Elements in a block.
-pub(crate) const BLOCK: usize = 4096;
+/// Elements in a block of the norm's sum.
+pub const BLOCK: usize = 4096;
 /// Partial sums in a block.
 const LANES: usize = 256;
 

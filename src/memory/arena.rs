@@ -1,11 +1,15 @@
 //! Host memory for state: slabs mapped exactly to size and first touched by the worker pool, cut into planes. One plane
 //! is one contiguous run of one parameter's state; it keeps its slab alive, so a tensor over a plane outlives the arena.
 
+#[cfg(any(test, feature = "python"))]
+use super::span::HostSpan;
+use super::span::pin_mapping;
 use super::sys::{HUGE_PAGE, Mapping, page_size};
 use crate::error::{Error, Result};
 use crate::kernel::DefaultFloatEnvironment;
 use crate::pool::WorkerPool;
 use half::{bf16, f16};
+use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -23,6 +27,8 @@ unsafe impl Element for f32 {}
 unsafe impl Element for f64 {}
 // SAFETY: plain numbers.
 unsafe impl Element for i16 {}
+// SAFETY: plain bytes.
+unsafe impl Element for u8 {}
 // SAFETY: a transparent u16.
 unsafe impl Element for bf16 {}
 // SAFETY: a transparent u16.
@@ -42,6 +48,13 @@ unsafe impl<T: Element> Send for Plane<T> {}
 // SAFETY: shared access reads elements, which are Sync.
 unsafe impl<T: Element> Sync for Plane<T> {}
 
+impl<T> Default for Plane<T> {
+    /// A plane without elements.
+    fn default() -> Self {
+        Self { start: NonNull::dangling(), len: 0, slab: None }
+    }
+}
+
 impl<T: Element> Plane<T> {
     /// The elements.
     pub fn as_slice(&self) -> &[T] {
@@ -54,6 +67,17 @@ impl<T: Element> Plane<T> {
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as in `as_slice`; `&mut self` excludes every other access that goes through the plane.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
+    /// Lends the plane's bytes to work that outlives this borrow.
+    ///
+    /// # Safety
+    /// Until the span and all parts of it are dropped, nobody reads or writes the plane, through it or through an address
+    /// that [`Self::share`] has given out.
+    #[cfg(any(test, feature = "python"))]
+    pub(crate) unsafe fn lend(&mut self) -> HostSpan {
+        // SAFETY: the plane's own bytes, which its mapping keeps; the caller keeps everybody else away.
+        unsafe { HostSpan::new(self.start.cast(), self.len * size_of::<T>(), self.slab.clone()) }
     }
 
     /// The address, and a handle that keeps the memory behind it mapped: for tensors of another library over this plane.
@@ -124,6 +148,12 @@ impl Arena {
         })
     }
 
+    /// Bytes of those that are pinned.
+    pub fn pinned_bytes(&self) -> usize {
+        let slabs = self.slabs.iter().filter_map(std::sync::Weak::upgrade);
+        slabs.filter(|slab| slab.is_pinned()).map(|slab| slab.bytes()).sum()
+    }
+
     /// Bytes mapped and still in use by a plane or a tensor over one.
     pub fn bytes(&self) -> usize {
         self.slabs.iter().filter_map(std::sync::Weak::upgrade).map(|slab| slab.bytes()).sum()
@@ -131,6 +161,19 @@ impl Arena {
 }
 
 impl Slab {
+    /// Bytes mapped.
+    pub fn bytes(&self) -> usize {
+        self.mapping.as_ref().map_or(0, |mapping| mapping.bytes())
+    }
+
+    /// Pins the whole slab, piece by piece.
+    ///
+    /// # Errors
+    /// What `pin` returns; nothing is pinned then.
+    pub fn pin(&self, pin: impl Fn(usize, usize) -> Result<Box<dyn Any + Send + Sync>>) -> Result<()> {
+        self.mapping.as_ref().map_or(Ok(()), |mapping| pin_mapping(mapping, pin))
+    }
+
     /// Cuts the next plane off the slab.
     ///
     /// # Panics
@@ -138,7 +181,7 @@ impl Slab {
     pub fn carve<T: Element>(&mut self, len: usize) -> Plane<T> {
         let bytes = plane_bytes::<T>(len).unwrap_or_else(|error| panic!("{error}"));
         if len == 0 {
-            return Plane { start: NonNull::dangling(), len: 0, slab: None };
+            return Plane::default();
         }
         let Some(mapping) = &self.mapping else { panic!("a plane of {len} elements from an empty slab") };
         assert!(

@@ -3,10 +3,14 @@
 
 mod arena;
 mod layout;
+mod span;
 mod strided;
 mod sys;
 
 pub use arena::{ALIGNMENT, Arena, Element, Plane, Slab, SlabHandle, plane_bytes};
 pub use layout::{Layout, share_memory};
+pub use span::{DeviceRing, DeviceSpan, HostRing, HostSpan, join_neighbours};
 pub use strided::{StridedMut, StridedRef, Walks};
+#[cfg(all(test, outboard_cuda))]
+pub(crate) use sys::Mapping;
 pub use sys::{HUGE_PAGE, page_size};

@@ -21,6 +21,18 @@ impl Walks {
     }
 }
 
+impl Walks {
+    /// Whether the tensor lies in the order of its state.
+    pub fn is_dense(&self) -> bool {
+        self.memory.is_none()
+    }
+
+    /// Whether the tensor lies in logical order.
+    pub fn is_row_major(&self) -> bool {
+        self.logical.is_none()
+    }
+}
+
 /// A tensor to read.
 #[derive(Clone, Debug)]
 pub struct StridedRef<'a, T> {

@@ -1,7 +1,9 @@
 //! The system calls behind the arena: map, advise, unmap.
 
 use crate::error::{Error, Result};
+use std::any::Any;
 use std::ptr::NonNull;
+use std::sync::OnceLock;
 
 /// The size of a huge page, and what slabs of at least that size are rounded to.
 pub const HUGE_PAGE: usize = 2 << 20;
@@ -11,7 +13,19 @@ pub const HUGE_PAGE: usize = 2 << 20;
 pub(crate) struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
+    pins: OnceLock<Pins>,
 }
+
+/// What keeps a mapping pinned, piece by piece.
+#[derive(Debug)]
+struct Pins {
+    piece: usize,
+    guards: Vec<Box<dyn Any + Send + Sync>>,
+}
+
+/// The size of the pieces in which memory is pinned: registering one range above 512 GiB fails, and a smaller piece
+/// lets the workers share the work.
+const PIECE: usize = 1 << 30;
 
 // SAFETY: a mapping is plain memory that no thread owns; whoever hands out access to it answers for races.
 unsafe impl Send for Mapping {}
@@ -56,7 +70,7 @@ impl Mapping {
             }
         }
         let base = NonNull::new(base).ok_or_else(too_large)?;
-        let mapping = Self { base, bytes: rounded };
+        let mapping = Self { base, bytes: rounded, pins: OnceLock::new() };
         if huge {
             mapping.advise(libc::MADV_HUGEPAGE);
         }
@@ -77,10 +91,36 @@ impl Mapping {
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
+
+    /// The ranges (address and bytes) in which to pin it.
+    pub(crate) fn pieces(&self) -> impl ExactSizeIterator<Item = (usize, usize)> + use<> {
+        let (base, bytes) = (self.base.as_ptr() as usize, self.bytes);
+        (0..bytes).step_by(PIECE).map(move |at| (base + at, PIECE.min(bytes - at)))
+    }
+
+    /// Takes over the guards of its pieces, all of them, in any order. Once only.
+    pub(crate) fn set_pinned(&self, guards: Vec<Box<dyn Any + Send + Sync>>) {
+        debug_assert_eq!(guards.len(), self.pieces().len());
+        let set = self.pins.set(Pins { piece: PIECE, guards });
+        debug_assert!(set.is_ok(), "pinned twice");
+    }
+
+    pub(crate) fn is_pinned(&self) -> bool {
+        self.pins.get().is_some()
+    }
+
+    /// The size of its pinned pieces, if it is pinned.
+    pub(crate) fn piece(&self) -> Option<usize> {
+        self.pins.get().map(|pins| pins.piece)
+    }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        // Before the memory goes.
+        if let Some(pins) = self.pins.take() {
+            drop(pins.guards);
+        }
         // SAFETY: the range was mapped by `new` and is unmapped once; planes, which point into it, keep it alive.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
     }

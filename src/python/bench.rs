@@ -2,7 +2,7 @@
 
 use super::core::shared_pool;
 use super::dlpack::PyPlane;
-use super::tensor::{DType, HostTensor, Role, TensorReader};
+use super::tensor::{DType, RawTensor, Role, TensorReader};
 use crate::error::Error;
 use crate::kernel::{DefaultFloatEnvironment, Isa, stream};
 use crate::memory::{Arena, Layout, Plane, Walks, plane_bytes};
@@ -53,7 +53,7 @@ pub(super) fn stream_pass(
     }
     let pool = shared_pool(threads)?;
     let isa = Isa::current()?;
-    let whole = |tensor: HostTensor| {
+    let whole = |tensor: RawTensor| {
         // SAFETY: an fp32 tensor, dense, alive through `tensors`; the benchmark hands in four distinct ones.
         unsafe { tensor.borrow_mut::<f32>(Walks::default()) }
     };

@@ -1,30 +1,45 @@
 //! `Core`: the optimizer's native half. Steps with the interpreter released, and hands out state as tensors.
 
 use super::dlpack::PyPlane;
+use super::errors::WorkerError;
 use super::groups::{amsgrad, for_each_parameter};
-use super::parameters::{BindEntry, Job, Parameters};
-use super::tensor::{DType, HostTensor, Role, TensorReader};
-use crate::engine::{self, Kept, Moments, NonFinite, Slot, SlotSpec, StepOptions, StepReport, Update, WeightView};
+use super::lanes::{Choices, Engines, Lanes, transfer_named};
+use super::overlap::{increment_version, order_after, submit};
+use super::parameters::{BindEntry, Parameters};
+use super::tensor::Place;
+use crate::engine::{Kept, Moments, NonFinite, Slot, StepOptions, StepReport};
 use crate::error::Error;
 use crate::kernel::Isa;
-use crate::memory::{Arena, Layout, Walks};
+use crate::memory::{Arena, Layout, Slab};
 use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyType};
 use pyo3::{PyTraverseError, PyVisit};
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// The native half of an optimizer over parameters in host memory.
 #[pyclass(name = "Core", module = "outboard._native")]
 pub(super) struct Core {
-    pool: Option<Arc<WorkerPool>>,
-    threads: usize,
-    isa: Isa,
-    arena: Arena,
-    parameters: Parameters,
-    fail_at: Vec<(usize, usize)>,
+    // First, to be dropped first: what is under way is completed while all else is there.
+    pub(super) engines: Engines,
+    pub(super) pool: Option<Arc<WorkerPool>>,
+    pub(super) threads: usize,
+    pub(super) isa: Isa,
+    pub(super) arena: Arena,
+    pub(super) parameters: Parameters,
+    pub(super) fail_at: Vec<(usize, usize)>,
+    /// What Python is to warn of.
+    pub(super) warnings: Vec<String>,
+    pub(super) counts: DeviceCounts,
+}
+
+/// What has been counted of device work.
+#[derive(Default)]
+pub(super) struct DeviceCounts {
+    pub(super) hook_stall_seconds: f64,
+    pub(super) forward_stall_seconds: f64,
+    pub(super) eager_updates: u64,
 }
 
 /// Pools of this process by thread count: optimizers share their threads, and the last one to go joins them.
@@ -52,51 +67,44 @@ impl Core {
         Ok(pool)
     }
 
-    fn with_weight<R>(
-        &mut self,
-        parameter: &Bound<'_, PyAny>,
-        then: impl FnOnce(&mut Slot, WeightView<'_>, &TensorReader) -> PyResult<R>,
-    ) -> PyResult<R> {
-        let index = self.parameters.slot_of(parameter)?;
-        let weight = self.parameters.weight(index, parameter)?;
-        let Parameters { reader, slots, bindings, .. } = &mut self.parameters;
-        // SAFETY: read just now, of the layout of `walks`, which does not overlap itself; the interpreter stays attached, so
-        // nobody else runs, and what `then` reads beside it is a copy that the caller has made for this.
-        let view = unsafe { weight.weight_view(bindings[index].walks.clone()) };
-        then(&mut slots[index], view, reader)
+    /// The engine of a device.
+    pub(super) fn engine(&mut self, place: Place) -> crate::Result<Arc<dyn Lanes>> {
+        let engine = self.engines.of(place, self.isa)?;
+        self.parameters.lanes = self.engines.all().map(|(_, engine)| Arc::downgrade(engine)).collect();
+        Ok(engine)
     }
 
-    /// Steps with the interpreter released.
-    fn run(
-        &mut self,
-        py: Python<'_>,
-        pool: &WorkerPool,
-        jobs: Vec<Option<Job<'_>>>,
-        mut options: StepOptions,
-    ) -> crate::Result<StepReport> {
-        let isa = self.isa;
-        let unscale = options.grad_scale.is_some();
-        let mut updates = Vec::with_capacity(jobs.len());
-        let mut kept_alive = Vec::with_capacity(jobs.len());
-        let fail_at = std::mem::take(&mut options.fail_at);
-        let Parameters { slots, bindings, .. } = &mut self.parameters;
-        for (index, ((slot, binding), job)) in slots.iter_mut().zip(bindings).zip(jobs).enumerate() {
-            let Some(Job { weight, grad, grad_walks, keep, config, .. }) = job else { continue };
-            let of_this = fail_at.iter().filter(|&&(slot, _)| slot == index);
-            options.fail_at.extend(of_this.map(|&(_, element)| (updates.len(), element)));
-            // SAFETY: read under this attachment to the interpreter and compared with the slot: dtype, sizes, and the layout
-            // behind `walks`. `Parameters::collect` has refused weights that share memory with each other, with a gradient
-            // or with state. The parameter and, below, the gradient are kept alive; that no other thread resizes or writes
-            // them meanwhile is the caller's part of the bargain, as it is with any torch operation.
-            let weight = unsafe { weight.weight_view(binding.walks.clone()) };
-            // SAFETY: as above; it is written only if unscaled, and then `collect` has also refused those that share memory
-            // with each other or with themselves.
-            let grad = unsafe { grad.grad_view(grad_walks, unscale) };
-            kept_alive.push(keep);
-            updates.push(Update { slot, weight, grad, config });
+    /// The stream in whose order a device's tensors are produced and used: torch's current one.
+    pub(super) fn stream(&self, py: Python<'_>, place: Place) -> PyResult<usize> {
+        match place {
+            Place::Cuda(device) => self.parameters.reader.current_stream(py, device),
+            Place::Host | Place::Simulated => Ok(0),
         }
-        py.detach(|| engine::step(pool, isa, updates, &options))
     }
+
+    /// Notes what has failed on the devices; an error if anything has.
+    pub(super) fn collect_failures(&mut self) -> crate::Result<()> {
+        let mut failures = Vec::new();
+        for (_, engine) in self.engines.all() {
+            for (index, failure) in engine.take_failures() {
+                let slot = &mut self.parameters.slots[index];
+                if slot.poisoned.is_none() {
+                    // A step that failed does not count.
+                    slot.set_steps(slot.steps() - 1.0);
+                }
+                slot.poisoned.get_or_insert_with(|| failure.cause.clone());
+                failures.push(failure);
+            }
+        }
+        if failures.is_empty() { Ok(()) } else { Err(Error::Worker(failures)) }
+    }
+}
+
+/// Refuses to step a slot that is half updated.
+pub(super) fn refuse_poisoned(slot: &Slot) -> crate::Result<()> {
+    slot.poisoned
+        .as_ref()
+        .map_or(Ok(()), |cause| Err(Error::Poisoned { parameter: slot.spec.name.clone(), cause: cause.clone() }))
 }
 
 /// What a step did.
@@ -104,24 +112,29 @@ impl Core {
 pub(super) struct StepOutcome {
     grad_norm: Option<f64>,
     skipped: bool,
-    parameters: usize,
+    pub(super) parameters: usize,
     elements: usize,
 }
 
 #[pymethods]
 impl Core {
     #[new]
-    fn new(py: Python<'_>, threads: usize) -> PyResult<Self> {
+    fn new(py: Python<'_>, threads: usize, lanes: &Bound<'_, PyDict>) -> PyResult<Self> {
         if threads == 0 {
             return Err(Error::InvalidValue("threads must be at least 1, not 0".into()).into());
         }
+        let choices = Choices::from_dict(lanes)?;
+        let simulate = choices.simulate.is_some();
         Ok(Self {
+            engines: Engines::new(choices),
             pool: None,
             threads,
             isa: Isa::current()?,
             arena: Arena::default(),
-            parameters: Parameters::new(py)?,
+            parameters: Parameters::new(py, simulate)?,
             fail_at: Vec::new(),
+            warnings: Vec::new(),
+            counts: DeviceCounts::default(),
         })
     }
 
@@ -158,11 +171,138 @@ impl Core {
         Ok(missing)
     }
 
-    /// Makes state for parameters of the groups, all zeros, in one slab: for each a tuple of parameter, name, number in the
-    /// optimizer, whether the master is full, whether the moments are bf16, and amsgrad. Nothing is made if one is refused.
+    /// Makes state for parameters of the groups, all zeros, in a slab per device: for each a tuple of parameter, name, number
+    /// in the optimizer, whether the master is full, whether the moments are bf16, amsgrad, and None or the planes' tensors
+    /// by name, for state that is to be on the device. Nothing is made if one is refused.
     fn bind(&mut self, groups: &Bound<'_, PyList>, entries: Vec<BindEntry<'_>>) -> PyResult<()> {
         let pool = self.pool()?;
-        self.parameters.bind(groups, entries, &mut self.arena, &pool)
+        let Self { engines, parameters, arena, isa, warnings, .. } = self;
+        let mut pinned = arena.pinned_bytes();
+        let offload = engines.choices.offload;
+        let mut pin = |place: Place, slab: &Slab| -> PyResult<()> {
+            if place == Place::Host {
+                return Ok(());
+            }
+            // Also where nothing is pinned: a device that cannot be used is found out now, not in a hook.
+            let engine = engines.of(place, *isa)?;
+            if !engines.choices.pins_state() || slab.bytes() == 0 {
+                return Ok(());
+            }
+            let (bytes, most) = (slab.bytes(), engines.choices.max_pinned_bytes);
+            let served = "this state stays pageable and is served by the CPU lane alone";
+            if pinned + bytes > most {
+                warnings.push(format!(
+                    "{bytes} bytes of optimizer state would exceed the {most} bytes that may be pinned ({pinned} are): \
+                     {served}; raise max_pinned_bytes if the machine has the memory"
+                ));
+            } else if let Err(error) = engine.pin(slab) {
+                if engines.choices.pin == Some(true) {
+                    return Err(error.into());
+                }
+                warnings.push(format!("cannot pin {bytes} bytes of optimizer state ({error}): {served}"));
+            } else {
+                pinned += bytes;
+            }
+            Ok(())
+        };
+        parameters.bind(groups, entries, arena, &pool, offload, &mut pin)?;
+        parameters.lanes = engines.all().map(|(_, engine)| Arc::downgrade(engine)).collect();
+        Ok(())
+    }
+
+    /// Chooses how the GPU lanes meet the state, for engines that are still to be made.
+    fn set_transfer(&mut self, transfer: &str) {
+        self.engines.choices.lanes.transfer = transfer_named(transfer);
+    }
+
+    /// What is to be warned of since the last call.
+    fn take_warnings(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.warnings)
+    }
+
+    /// The class that parameters have while their update is under way.
+    fn set_pending_type(&mut self, pending_type: Bound<'_, PyType>) {
+        self.parameters.reader.set_pending_type(pending_type.unbind());
+    }
+
+    /// Whether a parameter is updated by a device's lanes: its slot says where it was last.
+    fn is_on_device(&self, parameter: &Bound<'_, PyAny>) -> PyResult<bool> {
+        Ok(self.parameters.bindings[self.parameters.slot_of(parameter)?].place != Place::Host)
+    }
+
+    /// Takes parameters, each with its group and a gradient, for an update that begins at once. Returns those that were
+    /// not taken: they are in host memory, or their strides ask for copies that `step` makes.
+    #[pyo3(signature = (entries, *, seed))]
+    fn update_now<'py>(
+        slf: &Bound<'py, Self>,
+        entries: Vec<(Bound<'py, PyAny>, Bound<'py, PyDict>)>,
+        seed: u64,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let begun = slf.borrow_mut().begin_updates(slf.py(), entries, seed)?;
+        submit(slf, begun)
+    }
+
+    /// Takes gradients of parameters to host memory, from where `step` uses them. Returns the parameters whose gradients
+    /// stay on the device: their dtypes or strides ask for more than a copy.
+    fn offload_now<'py>(
+        slf: &Bound<'py, Self>,
+        parameters: Vec<Bound<'py, PyAny>>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let begun = slf.borrow_mut().begin_offloads(slf.py(), parameters)?;
+        submit(slf, begun)
+    }
+
+    /// Lets torch's current stream of each device wait for the weights of these parameters.
+    fn wait(slf: &Bound<'_, Self>, parameters: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        order_after(slf, parameters)
+    }
+
+    /// Forgets all gradients that were taken to host memory.
+    fn drop_offloaded(&mut self) {
+        for offloaded in self.parameters.bindings.iter_mut().filter_map(|binding| binding.offloaded.as_mut()) {
+            offloaded.count = 0;
+        }
+    }
+
+    /// Waits until every update that was begun is complete, on the devices and in host memory.
+    fn synchronize(slf: &Bound<'_, Self>) -> PyResult<()> {
+        // Not borrowed while it waits: other threads may ask for something else.
+        let engines: Vec<Arc<dyn Lanes>> = slf.borrow().engines.all().map(|(_, engine)| Arc::clone(engine)).collect();
+        if engines.is_empty() {
+            return Ok(());
+        }
+        slf.py().detach(|| engines.iter().try_for_each(|engine| engine.synchronize()))?;
+        Ok(slf.borrow_mut().collect_failures()?)
+    }
+
+    /// Completes every update that was begun and ends the dispatchers; the next device step starts new ones.
+    fn close(slf: &Bound<'_, Self>) {
+        let engines = slf.borrow_mut().engines.take();
+        slf.py().detach(|| drop(engines));
+    }
+
+    /// The order in which weights are used by a forward: smaller is earlier.
+    fn set_next_use(&mut self, parameter: &Bound<'_, PyAny>, order: u64) -> PyResult<()> {
+        let slot = self.parameters.slot_of(parameter)?;
+        self.parameters.next_use[slot] = order;
+        Ok(())
+    }
+
+    /// Starts or stops recording when each chunk was under way.
+    fn record_timeline(&mut self, record: bool) {
+        self.engines.all().for_each(|(_, engine)| engine.record_timeline(record));
+    }
+
+    /// What has been recorded: track, label, start and end, in seconds before now.
+    fn take_timeline(&mut self) -> Vec<(String, String, f64, f64)> {
+        let mut all = Vec::new();
+        for (_, engine) in self.engines.all() {
+            let (stretches, origin) = engine.take_timeline();
+            let now = origin.elapsed().as_secs_f64();
+            let stretches = stretches.into_iter();
+            all.extend(stretches.map(|(track, label, start, end)| (track.to_owned(), label, start - now, end - now)));
+        }
+        all
     }
 
     /// The parameters whose planes have been reordered since this was last asked: their state tensors have other strides now.
@@ -172,7 +312,8 @@ impl Core {
     }
 
     /// Steps every parameter of the groups that has a gradient. All of them must be bound.
-    #[pyo3(signature = (groups, *, max_grad_norm, compute_grad_norm, nonfinite, grad_scale, found_inf, seed, chunk_elems))]
+    #[pyo3(signature = (groups, *, max_grad_norm, compute_grad_norm, nonfinite, grad_scale, found_inf, seed, chunk_elems,
+        attached))]
     fn step(
         &mut self,
         py: Python<'_>,
@@ -184,6 +325,7 @@ impl Core {
         found_inf: bool,
         seed: u64,
         chunk_elems: usize,
+        attached: bool,
     ) -> PyResult<StepOutcome> {
         let nonfinite = match nonfinite {
             "propagate" => NonFinite::Propagate,
@@ -205,21 +347,27 @@ impl Core {
             fail_at: std::mem::take(&mut self.fail_at),
         };
         let pool = self.pool()?;
-        let jobs = self.parameters.collect(groups, &self.arena, grad_scale.is_some())?;
+        self.collect_failures()?;
+        let mut jobs = self.parameters.collect(groups, &self.arena, grad_scale.is_some())?;
+        for (index, job) in jobs.iter_mut().enumerate() {
+            if let Some(job) = job.as_mut().filter(|job| job.place() != Place::Host) {
+                let parameter = self.parameters.bindings[index].parameter.bind(py).clone();
+                self.parameters.ready_for_device(index, &parameter, job)?;
+            }
+        }
         let stepped = jobs.iter().zip(&self.parameters.bindings).filter(|(job, _)| job.is_some());
         let written = PyList::new(py, stepped.map(|(_, binding)| &binding.parameter))?;
         if grad_scale.is_some() {
             jobs.iter().flatten().try_for_each(|job| written.append(&job.keep))?;
         }
-        let result = self.run(py, &pool, jobs, options);
+        let result = self.run(py, &pool, jobs, options, attached);
         let changed = match &result {
             Ok(report) => !report.skipped,
-            Err(error) => matches!(error, Error::Worker(_)),
+            Err(error) => error.is_instance_of::<WorkerError>(py),
         };
         if changed {
             // A backward through a graph that saved the old values must fail, as it does after torch's own step.
-            py.import(intern!(py, "torch.autograd.graph"))?
-                .call_method1(intern!(py, "increment_version"), (written,))?;
+            increment_version(py, &written)?;
         }
         let report = result?;
         let StepReport { grad_norm, skipped, parameters, elements } = report;
@@ -231,6 +379,9 @@ impl Core {
         let slot = &self.parameters.slots[self.parameters.slot_of(parameter)?];
         let layout = || slot.spec.layout.clone();
         let mut planes = vec![("step", PyPlane::new(&slot.step, Layout::row_major(&[])))];
+        if self.parameters.bindings[self.parameters.slot_of(parameter)?].resident.is_some() {
+            return Ok(planes); // the others are tensors that Python has made
+        }
         macro_rules! moments {
             ($moments:expr) => {{
                 planes.push(("exp_avg", PyPlane::new(&$moments.exp_avg, layout())));
@@ -253,58 +404,47 @@ impl Core {
     }
 
     /// Copies the fp32 values behind a parameter into `out`, an fp32 tensor of its shape.
-    fn read_master(&mut self, parameter: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        let read = |slot: &mut Slot, weight: WeightView<'_>, reader: &TensorReader| {
-            fp32(reader, out, &slot.spec, |host, walks| {
-                // SAFETY: an fp32 tensor of this layout that the caller has just made for this.
-                let mut out = unsafe { host.borrow_mut::<f32>(walks) };
-                Ok(slot.read_master(&weight, &mut out)?)
-            })
-        };
-        self.with_weight(parameter, read)
+    fn read_master(
+        &mut self,
+        parameter: &Bound<'_, PyAny>,
+        weight: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.get_master(parameter, weight, out)
     }
 
-    /// Sets weight and residual (or master) from fp32 values. With `weight=False` the weight stays as it is.
-    fn write_master(&mut self, parameter: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>, weight: bool) -> PyResult<()> {
-        let write = |slot: &mut Slot, mut view: WeightView<'_>, reader: &TensorReader| {
-            fp32(reader, values, &slot.spec.clone(), |host, walks| {
-                // SAFETY: an fp32 tensor of this layout; the interpreter stays attached, so nobody writes it.
-                let values = unsafe { host.borrow::<f32>(walks) };
-                if weight {
-                    slot.write_master(&mut view, &values)?;
-                } else {
-                    slot.load_kept(&values)?;
-                }
-                Ok(())
-            })
-        };
-        self.with_weight(parameter, write)
+    /// Sets `weight` (the parameter or its copy in host memory) and residual or master from fp32 values. With
+    /// `write_weight=False` the weight stays as it is.
+    fn write_master(
+        &mut self,
+        parameter: &Bound<'_, PyAny>,
+        weight: &Bound<'_, PyAny>,
+        values: &Bound<'_, PyAny>,
+        write_weight: bool,
+    ) -> PyResult<()> {
+        self.set_master(parameter, weight, values, write_weight)
     }
 
     /// Sets a full bf16 master from the weight as it is and residuals: an fp32 tensor that holds them as numbers.
-    fn load_residual(&mut self, parameter: &Bound<'_, PyAny>, residuals: &Bound<'_, PyAny>) -> PyResult<()> {
-        let load = |slot: &mut Slot, view: WeightView<'_>, reader: &TensorReader| {
-            fp32(reader, residuals, &slot.spec.clone(), |host, walks| {
-                // SAFETY: an fp32 tensor of this layout; the interpreter stays attached, so nobody writes it.
-                let numbers = unsafe { host.borrow::<f32>(walks) };
-                let mut exact = vec![0.0; numbers.len()];
-                numbers.gather(0, &mut exact);
-                let residuals: Vec<i16> = exact.into_iter().map(|number| number as i16).collect();
-                Ok(slot.load_residual(&view, &residuals[..].into())?)
-            })
-        };
-        self.with_weight(parameter, load)
+    fn load_residual(
+        &mut self,
+        parameter: &Bound<'_, PyAny>,
+        weight: &Bound<'_, PyAny>,
+        residuals: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.set_residual(parameter, weight, residuals)
     }
 
     /// Residuals to zero, or masters to the weight: for a checkpoint that has neither.
-    fn clear_master(&mut self, parameter: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.with_weight(parameter, |slot, view, _| Ok(slot.clear_kept(&view)?))
+    fn clear_master(&mut self, parameter: &Bound<'_, PyAny>, weight: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.zero_master(parameter, weight)
     }
 
     /// A parameter's state back to zeros, as if it had never been stepped; cures a poisoned one.
     fn reset(&mut self, parameter: &Bound<'_, PyAny>) -> PyResult<()> {
         let slot = self.parameters.slot_of(parameter)?;
         self.parameters.slots[slot].reset();
+        self.engines.all().for_each(|(_, engine)| engine.heal(slot));
         Ok(())
     }
 
@@ -312,6 +452,7 @@ impl Core {
     fn heal(&mut self, parameter: &Bound<'_, PyAny>) -> PyResult<()> {
         let slot = self.parameters.slot_of(parameter)?;
         self.parameters.slots[slot].poisoned = None;
+        self.engines.all().for_each(|(_, engine)| engine.heal(slot));
         Ok(())
     }
 
@@ -341,38 +482,6 @@ impl Core {
 
     /// Counts and sizes, for `stats()`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = PyDict::new(py);
-        let elements = |slot: &Slot| slot.spec.layout.numel();
-        let slots = &self.parameters.slots;
-        stats.set_item("parameters", slots.len())?;
-        stats.set_item("elements", slots.iter().map(elements).sum::<usize>())?;
-        let bytes = |slot: &Slot| size_of::<f64>() + elements(slot) * slot.spec.bytes_per_element();
-        stats.set_item("state_bytes", slots.iter().map(bytes).sum::<usize>())?;
-        stats.set_item("arena_bytes", self.arena.bytes())?;
-        stats.set_item("threads", self.threads)?;
-        stats.set_item("isa", self.isa.name())?;
-        let poisoned = slots.iter().filter_map(|slot| Some((&slot.spec.name, slot.poisoned.as_ref()?)));
-        stats.set_item("poisoned", poisoned.collect::<HashMap<_, _>>())?;
-        Ok(stats)
+        self.describe(py)
     }
-}
-
-/// Reads an fp32 tensor of a slot's shape and passes it on with its walks.
-fn fp32<R>(
-    reader: &TensorReader,
-    tensor: &Bound<'_, PyAny>,
-    spec: &SlotSpec,
-    then: impl FnOnce(HostTensor, Walks) -> PyResult<R>,
-) -> PyResult<R> {
-    let name = || spec.name.clone();
-    reader.read(tensor, Role::Parameter, &name, |host, shape| {
-        if host.dtype != DType::F32 || !shape.has_sizes(&spec.layout.sizes) {
-            let (name, sizes) = (&spec.name, &spec.layout.sizes);
-            let found = format!("{} of shape {:?}", host.dtype.name(), shape.sizes);
-            return Err(
-                Error::InvalidValue(format!("{name}: expected torch.float32 of shape {sizes:?}, not {found}")).into()
-            );
-        }
-        then(host, Walks::new(&spec.layout, &shape.layout()))
-    })
 }

@@ -1,9 +1,10 @@
 //! The device kernel on raw pointers, for the tests that compare it with the host.
 
 use super::groups::config;
-use crate::cuda::{self, DeviceUpdate, GradKind, MomentKind, WeightKind};
+use crate::cuda;
+use crate::device::DeviceUpdate;
 use crate::error::Error;
-use crate::kernel::Noise;
+use crate::kernel::{GradDType, MomentDType, Noise, WeightKind};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -50,27 +51,26 @@ pub(super) fn cuda_adamw(
             ("float16-full", WeightKind::F16Full),
         ],
     )?;
-    let grads = [("float32", GradKind::F32), ("bfloat16", GradKind::Bf16), ("float16", GradKind::F16)];
-    let moments = [("float32", MomentKind::F32), ("bfloat16", MomentKind::Bf16)];
+    let grads = [("float32", GradDType::F32), ("bfloat16", GradDType::Bf16), ("float16", GradDType::F16)];
+    let moments = [("float32", MomentDType::F32), ("bfloat16", MomentDType::Bf16)];
     let update = DeviceUpdate {
         parameter: "a test's parameter",
         weight_kind,
-        grad_kind: named("grad_kind", grad_kind, &grads)?,
-        moment_kind: named("moment_kind", moment_kind, &moments)?,
-        weight: weight as *mut _,
-        kept: kept as *mut _,
-        grad: grad as *const _,
-        exp_avg: exp_avg as *mut _,
-        exp_avg_sq: exp_avg_sq as *mut _,
-        max_exp_avg_sq: max_exp_avg_sq as *mut _,
+        grad_dtype: named("grad_kind", grad_kind, &grads)?,
+        moments: named("moment_kind", moment_kind, &moments)?,
+        weight,
+        kept,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        max_exp_avg_sq,
         len,
         first,
         constants: config(group)?.constants(step, clip),
         noise: Noise::new(seed, step as u64, number),
         grad_scale,
-        stream: stream as *mut _,
     };
     // SAFETY: the caller is a test that passes addresses of live tensors of these kinds and lengths; that is what this
     // private function asks of it.
-    Ok(unsafe { cuda::adamw(&update) }?)
+    Ok(unsafe { cuda::adamw(&update, stream) }?)
 }

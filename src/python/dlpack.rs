@@ -43,7 +43,19 @@ struct DLManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
+/// The flavour of [`DLManagedTensor`] that the function table deals in.
+#[repr(C)]
+struct DLManagedTensorVersioned {
+    major: u32,
+    minor: u32,
+    manager_ctx: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
+    flags: u64,
+    dl_tensor: DLTensor,
+}
+
 pub(super) const CPU: i32 = 1;
+pub(super) const CUDA: i32 = 2;
 const INT: u8 = 0;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
@@ -57,19 +69,75 @@ pub(super) type ReadTensor = unsafe extern "C" fn(tensor: *mut ffi::PyObject, ou
 
 /// The function table that torch publishes on its tensor type from 2.10 on (DLPack 1.3).
 #[repr(C)]
-struct ExchangeApi {
+pub(super) struct ExchangeApi {
     major: u32,
     minor: u32,
     previous: *mut ExchangeApi,
     allocate: *const c_void,
-    managed_from_object: *const c_void,
+    managed_from_object:
+        Option<unsafe extern "C" fn(tensor: *mut ffi::PyObject, out: *mut *mut DLManagedTensorVersioned) -> c_int>,
     managed_to_object: *const c_void,
     read: Option<ReadTensor>,
-    current_stream: *const c_void,
+    current_stream: Option<unsafe extern "C" fn(device_type: i32, device: i32, out: *mut *mut c_void) -> c_int>,
 }
 
-/// torch's function to read a tensor, where this torch has one.
-pub(super) fn exchange_function(tensor_type: &Bound<'_, PyAny>) -> Option<ReadTensor> {
+// SAFETY: a table of functions that never changes.
+unsafe impl Sync for ExchangeApi {}
+
+/// torch's function to read a tensor.
+pub(super) fn reader(api: &ExchangeApi) -> Option<ReadTensor> {
+    api.read
+}
+
+/// torch's current stream on a CUDA device.
+pub(super) fn current_stream(api: &ExchangeApi, device: i32) -> Option<usize> {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: torch's own function; it fills `stream` if it returns 0.
+    let failed = unsafe { api.current_stream?(CUDA, device, &raw mut stream) } != 0;
+    if failed {
+        // SAFETY: called by threads that are attached to the interpreter, where a failure may have set an error.
+        unsafe { ffi::PyErr_Clear() };
+        return None;
+    }
+    Some(stream as usize)
+}
+
+/// A tensor's memory, held without its Python object: let go on any thread, without the interpreter.
+#[derive(Debug)]
+pub(super) struct Managed(NonNull<DLManagedTensorVersioned>);
+
+// SAFETY: the protocol lets any thread call the deleter, and nothing else is done with it.
+unsafe impl Send for Managed {}
+// SAFETY: a shared reference gives access to nothing.
+unsafe impl Sync for Managed {}
+
+impl Managed {
+    pub(super) fn of(api: &ExchangeApi, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let unsupported = || PyBufferError::new_err("this torch exports no tensors through DLPack's function table");
+        let export = api.managed_from_object.ok_or_else(unsupported)?;
+        let mut managed = std::ptr::null_mut();
+        // SAFETY: torch's own function on one of its tensors (the caller's check); it fills `managed` if it returns 0.
+        let failed = unsafe { export(tensor.as_ptr(), &raw mut managed) } != 0;
+        match NonNull::new(managed).filter(|_| !failed) {
+            Some(managed) => Ok(Self(managed)),
+            None => Err(PyErr::take(tensor.py()).unwrap_or_else(unsupported)),
+        }
+    }
+}
+
+impl Drop for Managed {
+    fn drop(&mut self) {
+        // SAFETY: exported by `of`, owned by this and deleted once.
+        unsafe {
+            if let Some(delete) = self.0.as_ref().deleter {
+                delete(self.0.as_ptr());
+            }
+        }
+    }
+}
+
+/// torch's function table, where this torch has one.
+pub(super) fn exchange_api(tensor_type: &Bound<'_, PyAny>) -> Option<&'static ExchangeApi> {
     const NAME: &CStr = c"dlpack_exchange_api";
     let capsule = tensor_type.getattr("__dlpack_c_exchange_api__").ok()?;
     // SAFETY: returns null and sets an error unless the object is a capsule of this name.
@@ -80,8 +148,8 @@ pub(super) fn exchange_function(tensor_type: &Bound<'_, PyAny>) -> Option<ReadTe
     }
     // SAFETY: a capsule of this name holds a pointer to a table that lives as long as the process (DLPack 1.3); its
     // layout is fixed within major version 1.
-    let api = unsafe { &*api.cast::<ExchangeApi>() };
-    (api.major == 1).then_some(api.read)?
+    let api: &'static ExchangeApi = unsafe { &*api.cast::<ExchangeApi>() };
+    (api.major == 1).then_some(api)
 }
 
 /// An element type that DLPack can name.

@@ -1,7 +1,6 @@
 //! What this build is and what this machine can do, for `doctor` and bug reports.
 
 use crate::cuda;
-use crate::error::Error;
 use crate::kernel::Isa;
 use crate::pool::ThreadChoice;
 use pyo3::prelude::*;
@@ -45,11 +44,8 @@ pub(super) fn default_threads() -> PyResult<(usize, String)> {
     Ok((threads, why))
 }
 
-/// Raises `DeviceError`: the lane is still to come; says, too, if there is no device for it.
+/// Raises `DeviceError` if there is no CUDA device that can be used, with the cause and what to do about it.
 #[pyfunction]
-pub(super) fn require_gpu_lane() -> PyResult<()> {
-    let message = "mode='gpu': this version updates parameters in host memory only; use mode='auto' or 'cpu'";
-    let device =
-        cuda::status().problem.map_or_else(String::new, |problem| format!(" (nor is there a device here: {problem})"));
-    Err(Error::Cuda(format!("{message}{device}")).into())
+pub(super) fn require_device() -> PyResult<()> {
+    Ok(cuda::require_device()?)
 }

@@ -2,13 +2,20 @@
 //! type. No arithmetic.
 
 mod bench;
+mod binding;
 mod core;
 mod cuda;
 mod dlpack;
 mod errors;
 mod groups;
 mod info;
+mod lanes;
+mod masters;
+mod overlap;
 mod parameters;
+mod sharing;
+mod stats;
+mod step;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -23,7 +30,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;
     module.add_function(wrap_pyfunction!(info::default_threads, module)?)?;
     module.add_function(wrap_pyfunction!(cuda::cuda_adamw, module)?)?;
-    module.add_function(wrap_pyfunction!(info::require_gpu_lane, module)?)?;
+    module.add_function(wrap_pyfunction!(info::require_device, module)?)?;
     module.add_function(wrap_pyfunction!(bench::host_tensor, module)?)?;
     module.add_function(wrap_pyfunction!(bench::stream_pass, module)?)
 }

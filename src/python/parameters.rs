@@ -1,85 +1,25 @@
 //! From torch parameters to slots: binding them, reading them and their gradients anew at each step, following moves and
 //! new strides, and refusing by name what cannot be updated.
 
+use super::binding::{Binding, Job, Offloaded, Resident};
 use super::groups::{config, for_each_parameter};
-use super::tensor::{DType, HostTensor, Role, Shape, TensorReader};
+use super::lanes::Lanes;
+use super::sharing::{Extent, refuse_first_shared};
+use super::tensor::{DType, Place, RawTensor, Role, Shape, TensorReader};
 use crate::engine::{MomentDType, Slot, SlotSpec, WeightKind};
 use crate::error::Error;
 use crate::kernel::AdamWConfig;
-use crate::memory::{Arena, Layout, Walks, share_memory};
+use crate::memory::{Arena, Layout, Slab, Walks, plane_bytes};
 use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 use std::collections::{HashMap, HashSet};
-
-/// What is remembered of a parameter between steps.
-pub(super) struct Binding {
-    /// The parameter itself: kept alive, so that its address names it.
-    pub(super) parameter: Py<PyAny>,
-    /// Address of its elements when it was last read.
-    data: usize,
-    layout: Layout,
-    pub(super) walks: Walks,
-    /// Whether the layout could be that of a view that negates on reading: a part of complex numbers, two elements apart.
-    may_be_negated: bool,
-    /// The layout and walks of its latest gradient, if they are not the parameter's own.
-    grad: Option<(Layout, Walks)>,
-}
-
-impl Binding {
-    fn new(parameter: &Bound<'_, PyAny>, data: usize, layout: Layout, state: &Layout) -> Self {
-        let parameter = parameter.clone().unbind();
-        let (walks, empty) = (Walks::default(), Layout::default());
-        let mut binding = Self { parameter, data, layout: empty, walks, may_be_negated: true, grad: None };
-        binding.lay_out(layout, state);
-        binding
-    }
-
-    /// Takes over a layout of the parameter, whose state has the layout `state`.
-    fn lay_out(&mut self, layout: Layout, state: &Layout) {
-        self.walks = Walks::new(state, &layout);
-        self.may_be_negated = layout.numel() == 1 || !layout.is_dense();
-        self.layout = layout;
-        self.grad = None;
-    }
-
-    /// The walks of a gradient of this shape.
-    fn grad_walks(&mut self, state: &Layout, shape: &Shape<'_>) -> Walks {
-        if shape.is(&self.layout) {
-            return self.walks.clone();
-        }
-        match &self.grad {
-            Some((layout, walks)) if shape.is(layout) => walks.clone(),
-            _ => {
-                let layout = shape.layout();
-                let walks = Walks::new(state, &layout);
-                self.grad = Some((layout, walks.clone()));
-                walks
-            }
-        }
-    }
-
-    /// The layout of its latest gradient.
-    fn grad_layout(&self, is_own: bool) -> &Layout {
-        self.grad.as_ref().filter(|_| !is_own).map_or(&self.layout, |(layout, _)| layout)
-    }
-}
-
-/// A parameter's share of a step, read and checked.
-pub(super) struct Job<'py> {
-    pub(super) weight: HostTensor,
-    pub(super) grad: HostTensor,
-    pub(super) grad_walks: Walks,
-    grad_has_own_layout: bool,
-    /// Keeps the gradient's memory while the interpreter is released.
-    pub(super) keep: Bound<'py, PyAny>,
-    pub(super) config: AdamWConfig,
-}
+use std::sync::Weak;
 
 /// What `bind` is told of a parameter: itself, its name, its number in the optimizer, whether its master is full, whether
-/// its moments are bf16, and amsgrad.
-pub(super) type BindEntry<'py> = (Bound<'py, PyAny>, String, u64, bool, bool, bool);
+/// its moments are bf16, amsgrad, and the planes' tensors by name if they are to be on the device.
+pub(super) type BindEntry<'py> = (Bound<'py, PyAny>, String, u64, bool, bool, bool, Option<Bound<'py, PyDict>>);
 
 /// The parameters of one optimizer with their slots, by the order of binding.
 pub(super) struct Parameters {
@@ -92,6 +32,12 @@ pub(super) struct Parameters {
     unchecked: bool,
     /// Slots whose planes have been reordered or joined by another since Python last took their tensors.
     pub(super) relaid: Vec<usize>,
+    /// When each slot's weight is needed next, as far as it is known.
+    pub(super) next_use: Vec<u64>,
+    /// The engines that may be at work on planes.
+    pub(super) lanes: Vec<Weak<dyn Lanes>>,
+    /// Whether host memory plays a device's part.
+    simulate: bool,
 }
 
 fn address(object: &Bound<'_, PyAny>) -> usize {
@@ -115,6 +61,15 @@ fn kind_of(dtype: DType, full_master: bool) -> WeightKind {
     }
 }
 
+/// The dtype in which a parameter's offloaded gradient is kept: fp32 where several are added up (`offload` is then true),
+/// else its own.
+fn offload_dtype(offload: Option<bool>, spec: &SlotSpec, binding: &Binding) -> Option<DType> {
+    // Resident state is updated in one launch, at once.
+    let may = binding.place != Place::Host && binding.resident.is_none() && spec.layout.numel() > 0;
+    let adds_up = offload.filter(|_| may)?;
+    Some(if adds_up { DType::F32 } else { dtype_of(spec.weight) })
+}
+
 fn refuse_overlap(name: &str, layout: &Layout) -> PyResult<()> {
     if !layout.overlaps_itself() {
         return Ok(());
@@ -131,7 +86,7 @@ fn refuse_negated(tensor: &Bound<'_, PyAny>, who: &str) -> PyResult<()> {
 }
 
 impl Parameters {
-    pub(super) fn new(py: Python<'_>) -> PyResult<Self> {
+    pub(super) fn new(py: Python<'_>, simulate: bool) -> PyResult<Self> {
         Ok(Self {
             reader: TensorReader::new(py)?,
             slots: Vec::new(),
@@ -139,7 +94,14 @@ impl Parameters {
             index: HashMap::new(),
             unchecked: false,
             relaid: Vec::new(),
+            next_use: Vec::new(),
+            lanes: Vec::new(),
+            simulate,
         })
+    }
+
+    fn place_of(&self, place: Place) -> Place {
+        if self.simulate && place == Place::Host { Place::Simulated } else { place }
     }
 
     pub(super) fn find(&self, parameter: &Bound<'_, PyAny>) -> Option<usize> {
@@ -166,49 +128,88 @@ impl Parameters {
         entries: Vec<BindEntry<'_>>,
         arena: &mut Arena,
         pool: &WorkerPool,
+        offload: Option<bool>,
+        pin: &mut dyn FnMut(Place, &Slab) -> PyResult<()>,
     ) -> PyResult<()> {
         let mut fresh: Vec<(SlotSpec, Binding)> = Vec::new();
         let mut widened = Vec::new();
         let mut seen = HashSet::new();
-        for (parameter, name, number, full_master, bf16_moments, amsgrad) in entries {
+        for (parameter, name, number, full_master, bf16_moments, amsgrad, resident) in entries {
             if !seen.insert(address(&parameter)) {
                 continue;
             }
             if let Some(slot) = self.find(&parameter) {
-                if amsgrad && !self.slots[slot].spec.amsgrad {
+                if let Some(planes) = resident {
+                    self.bindings[slot].resident = Some(Resident::new(&self.reader, &planes)?);
+                    self.slots[slot].spec.amsgrad = amsgrad;
+                    self.relaid.push(slot);
+                } else if amsgrad && !self.slots[slot].spec.amsgrad {
                     widened.push(slot);
                 }
                 continue;
             }
-            let read = |weight: HostTensor, shape: &Shape<'_>| Ok((weight, shape.layout()));
-            let (weight, layout) = self.reader.read(&parameter, Role::Parameter, &|| name.clone(), read)?;
+            let read = |weight: RawTensor, shape: &Shape<'_>| Ok((weight, shape.layout()));
+            let (mut weight, layout) = self.reader.read(&parameter, Role::Parameter, &|| name.clone(), read)?;
+            weight.place = self.place_of(weight.place);
             refuse_overlap(&name, &layout)?;
             refuse_negated(&parameter, &name)?;
             let state = layout.dense_like();
-            let binding = Binding::new(&parameter, weight.data, layout, &state);
+            let mut binding = Binding::new(&parameter, &weight, layout, &state);
+            binding.resident = resident.map(|planes| Resident::new(&self.reader, &planes)).transpose()?;
             let moments = if bf16_moments { MomentDType::Bf16 } else { MomentDType::F32 };
             let weight = kind_of(weight.dtype, full_master);
             fresh.push((SlotSpec { name, number, layout: state, weight, moments, amsgrad }, binding));
         }
         self.refuse_shared(groups, &fresh)?;
 
-        let mut bytes = 0_usize;
-        for (spec, _) in &fresh {
-            bytes = bytes.saturating_add(spec.bytes()?);
+        // A slab for each place: a device's is pinned.
+        let mut places: Vec<Place> = fresh.iter().map(|(_, binding)| binding.place).collect();
+        places.extend(widened.iter().map(|&slot| self.bindings[slot].place));
+        places.sort_unstable();
+        places.dedup();
+        let mut slabs = Vec::with_capacity(places.len());
+        for place in places {
+            let mut bytes = 0_usize;
+            for (spec, binding) in fresh.iter().filter(|(_, binding)| binding.place == place) {
+                let planes = if binding.resident.is_some() { plane_bytes::<f64>(1)? } else { spec.bytes()? };
+                bytes = bytes.saturating_add(planes);
+                if let Some(dtype) = offload_dtype(offload, spec, binding) {
+                    bytes = bytes.saturating_add(plane_bytes::<u8>(spec.layout.numel() * dtype.size())?);
+                }
+            }
+            for &slot in widened.iter().filter(|&&slot| self.bindings[slot].place == place) {
+                let spec = &self.slots[slot].spec;
+                bytes = bytes.saturating_add(SlotSpec { amsgrad: true, ..spec.clone() }.bytes()? - spec.bytes()?);
+            }
+            let slab = arena.slab(bytes, pool)?;
+            pin(place, &slab)?;
+            slabs.push((place, slab));
         }
-        for &slot in &widened {
-            let spec = &self.slots[slot].spec;
-            bytes = bytes.saturating_add(SlotSpec { amsgrad: true, ..spec.clone() }.bytes()? - spec.bytes()?);
-        }
-        let mut slab = arena.slab(bytes, pool)?;
-        for (spec, binding) in fresh {
-            self.index.insert(binding.parameter.as_ptr() as usize, self.slots.len());
-            self.slots.push(Slot::carve(spec, &mut slab));
-            self.bindings.push(binding);
-        }
-        for slot in widened {
-            self.slots[slot].add_amsgrad(&mut slab);
-            self.relaid.push(slot);
+        for (place, slab) in &mut slabs {
+            let (here, elsewhere) = fresh.into_iter().partition(|(_, binding)| binding.place == *place);
+            fresh = elsewhere;
+            let (resident, here): (Vec<_>, Vec<_>) =
+                here.into_iter().partition(|(_, binding)| binding.resident.is_some());
+            let (specs, mut bindings): (Vec<_>, Vec<Binding>) = here.into_iter().unzip();
+            let mut slots = Slot::carve_all(specs, slab);
+            for (spec, binding) in resident {
+                slots.push(Slot::elsewhere(spec, slab));
+                bindings.push(binding);
+            }
+            for (slot, mut binding) in slots.into_iter().zip(bindings) {
+                binding.offloaded = offload_dtype(offload, &slot.spec, &binding).map(|dtype| {
+                    let plane = slab.carve(slot.spec.layout.numel() * dtype.size());
+                    Offloaded { plane, dtype, count: 0 }
+                });
+                self.index.insert(binding.parameter.as_ptr() as usize, self.slots.len());
+                self.next_use.push(slot.spec.number);
+                self.slots.push(slot);
+                self.bindings.push(binding);
+            }
+            for &slot in widened.iter().filter(|&&slot| self.bindings[slot].place == *place) {
+                self.slots[slot].add_amsgrad(slab);
+                self.relaid.push(slot);
+            }
         }
         Ok(())
     }
@@ -228,7 +229,7 @@ impl Parameters {
                 continue;
             }
             let name = || slot.spec.name.clone();
-            let read = |weight: HostTensor, shape: &Shape<'_>| Ok((weight, shape.layout()));
+            let read = |weight: RawTensor, shape: &Shape<'_>| Ok((weight, shape.layout()));
             // One that cannot be read any more is refused when it is stepped.
             if let Ok((weight, layout)) = self.reader.read(binding.parameter.bind(py), Role::Parameter, &name, read) {
                 let name = &slot.spec.name;
@@ -246,7 +247,7 @@ impl Parameters {
     }
 
     /// Reads a bound parameter and brings its slot up to date with its strides.
-    pub(super) fn weight(&mut self, index: usize, parameter: &Bound<'_, PyAny>) -> PyResult<HostTensor> {
+    pub(super) fn weight(&mut self, index: usize, parameter: &Bound<'_, PyAny>) -> PyResult<RawTensor> {
         let (spec, binding) = (&self.slots[index].spec, &self.bindings[index]);
         let name = || spec.name.clone();
         let (weight, changed) = self.reader.read(parameter, Role::Parameter, &name, |weight, shape| {
@@ -259,19 +260,26 @@ impl Parameters {
                 format!("{name}: its state was made for {was} and it is {is} now; build a new optimizer for it");
             return Err(Error::UnsupportedType(message).into());
         }
+        if binding.resident.is_some() && (changed.is_some() || self.place_of(weight.place) != binding.place) {
+            let message =
+                "its state is kept on its device (device_state_bytes), and it has moved or changed its strides";
+            return Err(Error::InvalidValue(format!("{}: {message}; build a new optimizer for it", spec.name)).into());
+        }
         self.unchecked |= changed.is_some() || weight.data != binding.data;
         if binding.may_be_negated || changed.is_some() {
             refuse_negated(parameter, &spec.name)?;
         }
         if let Some(layout) = changed {
-            self.follow(index, layout)?;
+            self.follow(parameter.py(), index, layout)?;
         }
-        self.bindings[index].data = weight.data;
+        let weight = RawTensor { place: self.place_of(weight.place), ..weight };
+        let binding = &mut self.bindings[index];
+        (binding.data, binding.place) = (weight.data, weight.place);
         Ok(weight)
     }
 
     /// Takes over a parameter's new strides; its planes are reordered if they no longer have its order.
-    fn follow(&mut self, index: usize, layout: Layout) -> PyResult<()> {
+    fn follow(&mut self, py: Python<'_>, index: usize, layout: Layout) -> PyResult<()> {
         let (slot, binding) = (&mut self.slots[index], &mut self.bindings[index]);
         if layout.sizes != slot.spec.layout.sizes {
             let (name, was, is) = (&slot.spec.name, &slot.spec.layout.sizes, &layout.sizes);
@@ -281,6 +289,9 @@ impl Parameters {
         refuse_overlap(&slot.spec.name, &layout)?;
         let state = layout.dense_like();
         if state != slot.spec.layout {
+            // The planes may still be on their way home.
+            let lanes: Vec<_> = self.lanes.iter().filter_map(Weak::upgrade).collect();
+            py.detach(|| lanes.iter().try_for_each(|lanes| lanes.synchronize()))?;
             slot.follow(state)?;
             self.relaid.push(index);
         }
@@ -289,12 +300,7 @@ impl Parameters {
     }
 
     /// Reads a gradient and checks that it fits its parameter.
-    fn gradient(
-        &mut self,
-        index: usize,
-        grad: &Bound<'_, PyAny>,
-        unscale: bool,
-    ) -> PyResult<(HostTensor, Walks, bool)> {
+    fn gradient(&mut self, index: usize, grad: &Bound<'_, PyAny>, unscale: bool) -> PyResult<(RawTensor, Walks, bool)> {
         let Self { reader, slots, bindings, .. } = self;
         let (slot, binding) = (&slots[index], &mut bindings[index]);
         let name = &slot.spec.name;
@@ -316,6 +322,116 @@ impl Parameters {
         })
     }
 
+    /// Reads and checks a parameter's share of a step; `None` without a gradient.
+    pub(super) fn job<'py>(
+        &mut self,
+        index: usize,
+        parameter: &Bound<'py, PyAny>,
+        grad: Bound<'py, PyAny>,
+        config: AdamWConfig,
+        unscale: bool,
+    ) -> PyResult<Job<'py>> {
+        let weight = self.weight(index, parameter)?;
+        let (mut grad_tensor, grad_walks, grad_has_own_layout) = self.gradient(index, &grad, unscale)?;
+        grad_tensor.place = self.place_of(grad_tensor.place);
+        if grad_tensor.place != weight.place {
+            let (name, place, found) = (&self.slots[index].spec.name, weight.place, grad_tensor.place);
+            let message = format!("{name}: it is on {place} and its gradient on {found}");
+            return Err(Error::InvalidValue(message).into());
+        }
+        let (holds, stand_in) = (Vec::new(), None);
+        let original_grad = grad_tensor.data;
+        Ok(Job {
+            weight,
+            grad: grad_tensor,
+            original_grad,
+            grad_walks,
+            grad_has_own_layout,
+            keep: grad,
+            config,
+            holds,
+            is_offloaded: false,
+            stand_in,
+        })
+    }
+
+    /// A parameter's share of a step whose gradient has been offloaded.
+    fn offloaded_job<'py>(
+        &mut self,
+        index: usize,
+        parameter: &Bound<'py, PyAny>,
+        grad: &Bound<'py, PyAny>,
+        config: AdamWConfig,
+    ) -> PyResult<Job<'py>> {
+        let weight = self.weight(index, parameter)?;
+        let (name, binding) = (&self.slots[index].spec.name, &self.bindings[index]);
+        if !grad.is_none() {
+            let message = "it has a gradient beside the one that was offloaded in backward: nobody may set p.grad then";
+            return Err(Error::InvalidValue(format!("{name}: {message} (offload_gradients=True)")).into());
+        }
+        let Some(offloaded) = &binding.offloaded else { return Err(Error::InvalidValue(name.clone()).into()) };
+        let data = offloaded.plane.share().0.as_ptr() as usize;
+        let grad = RawTensor { data, dtype: offloaded.dtype, numel: weight.numel, place: weight.place };
+        // In the order of the state, and for the norm in the logical order of that layout.
+        let layout = &self.slots[index].spec.layout;
+        Ok(Job {
+            weight,
+            grad,
+            original_grad: data,
+            grad_walks: Walks::new(layout, layout),
+            grad_has_own_layout: true,
+            keep: parameter.clone(),
+            config,
+            holds: Vec::new(),
+            is_offloaded: true,
+            stand_in: None,
+        })
+    }
+
+    /// Readies a job for a device's lanes: tensors that are not in the order of the state are copied, by torch and on its
+    /// current stream, and all are held until the update has landed.
+    pub(super) fn ready_for_device<'py>(
+        &self,
+        index: usize,
+        parameter: &Bound<'py, PyAny>,
+        job: &mut Job<'py>,
+    ) -> PyResult<()> {
+        let layout = &self.slots[index].spec.layout;
+        let copy = |tensor: &Bound<'py, PyAny>| -> PyResult<(Bound<'py, PyAny>, usize)> {
+            let py = tensor.py();
+            let tensor = tensor.call_method0(intern!(py, "detach"))?;
+            let options = PyDict::new(py);
+            for name in ["dtype", "device"] {
+                options.set_item(name, tensor.getattr(name)?)?;
+            }
+            let sizes = PyTuple::new(py, &layout.sizes)?;
+            let strides = PyTuple::new(py, &layout.strides)?;
+            let dense =
+                py.import(intern!(py, "torch"))?.call_method("empty_strided", (sizes, strides), Some(&options))?;
+            dense.call_method1(intern!(py, "copy_"), (&tensor,))?;
+            let address = dense.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            Ok((dense, address))
+        };
+        if job.is_offloaded {
+            // The engine holds it.
+        } else if job.grad_walks.is_dense() {
+            job.holds.push(self.reader.hold(&job.keep)?);
+        } else {
+            let (dense, address) = copy(&job.keep)?;
+            job.grad.data = address;
+            job.holds.push(self.reader.hold(&dense)?);
+        }
+        if self.bindings[index].walks.is_dense() {
+            job.holds.push(self.reader.hold(parameter)?);
+        } else {
+            let (dense, address) = copy(parameter)?;
+            job.weight.data = address;
+            job.holds.push(self.reader.hold(&dense)?);
+            job.stand_in = Some(dense);
+        }
+        Ok(())
+    }
+
     /// Reads and checks all that a step needs, by slot; changes nothing but the order of planes.
     pub(super) fn collect<'py>(
         &mut self,
@@ -329,7 +445,8 @@ impl Parameters {
         let mut current: Option<(Bound<'py, PyDict>, AdamWConfig)> = None;
         for_each_parameter(groups, |group, parameter| {
             let grad = parameter.getattr(intern!(py, "grad"))?;
-            if grad.is_none() {
+            let offloaded = self.find(&parameter).filter(|&slot| self.bindings[slot].is_offloaded());
+            if grad.is_none() && offloaded.is_none() {
                 return Ok(());
             }
             let config = match &current {
@@ -340,9 +457,11 @@ impl Parameters {
             if jobs[index].is_some() {
                 return Ok(()); // listed twice: one update
             }
-            let weight = self.weight(index, &parameter)?;
-            let (grad_tensor, grad_walks, grad_has_own_layout) = self.gradient(index, &grad, unscale)?;
-            jobs[index] = Some(Job { weight, grad: grad_tensor, grad_walks, grad_has_own_layout, keep: grad, config });
+            if offloaded.is_some() {
+                jobs[index] = Some(self.offloaded_job(index, &parameter, &grad, config)?);
+                return Ok(());
+            }
+            jobs[index] = Some(self.job(index, &parameter, grad, config, unscale)?);
             Ok(())
         })?;
         if self.unchecked {
@@ -361,7 +480,10 @@ impl Parameters {
         for (index, job) in jobs.iter().enumerate() {
             let Some(job) = job else { continue };
             let binding = &self.bindings[index];
-            let end = |tensor: &HostTensor, layout: &Layout| tensor.data + layout.span() * tensor.dtype.size();
+            let end = |tensor: &RawTensor, layout: &Layout| tensor.data + layout.span() * tensor.dtype.size();
+            if job.is_offloaded {
+                continue;
+            }
             let (weight_end, grad_end) =
                 (end(&job.weight, &binding.layout), end(&job.grad, binding.grad_layout(job.grad_has_own_layout)));
             spans.push((job.weight.data, weight_end, index, false));
@@ -399,49 +521,4 @@ impl Parameters {
             |a: &Extent<'_>, b: &Extent<'_>| if a.is_grad && b.is_grad { unscale } else { a.is_grad || b.is_grad };
         refuse_first_shared(&mut extents, matters, "clone one of them")
     }
-}
-
-/// What a tensor occupies.
-struct Extent<'a> {
-    name: &'a str,
-    is_grad: bool,
-    data: usize,
-    size: usize,
-    layout: Layout,
-}
-
-impl Extent<'_> {
-    fn end(&self) -> usize {
-        self.data + self.layout.span() * self.size
-    }
-
-    fn shares_memory(&self, other: &Self) -> bool {
-        share_memory((self.data, &self.layout, self.size), (other.data, &other.layout, other.size))
-    }
-}
-
-impl std::fmt::Display for Extent<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(if self.is_grad { "the gradient of " } else { "" })?;
-        f.write_str(self.name)
-    }
-}
-
-/// Refuses, by name, the first two tensors that share memory and matter to each other.
-fn refuse_first_shared(
-    tensors: &mut [Extent<'_>],
-    matters: impl Fn(&Extent<'_>, &Extent<'_>) -> bool,
-    cure: &str,
-) -> PyResult<()> {
-    tensors.sort_by_key(|tensor| tensor.data);
-    // Each is compared with those before it whose spans reach it.
-    let mut reaching: Vec<&Extent<'_>> = Vec::new();
-    for tensor in &*tensors {
-        reaching.retain(|other| other.end() > tensor.data);
-        if let Some(other) = reaching.iter().find(|other| matters(other, tensor) && other.shares_memory(tensor)) {
-            return Err(Error::InvalidValue(format!("{other} and {tensor} share memory; {cure}")).into());
-        }
-        reaching.push(tensor);
-    }
-    Ok(())
 }

@@ -1,13 +1,14 @@
 //! Reading torch tensors: address, dtype, device, sizes and strides. In one C call where torch publishes its DLPack function
 //! table (about 20 ns), through attributes otherwise (about 1 microsecond).
 
-use super::dlpack::{self, DLDataType, DLTensor, ReadTensor};
+use super::dlpack::{self, DLDataType, DLDevice, DLTensor, ExchangeApi};
 use crate::engine::{GradElements, GradView, WeightView};
 use crate::error::Error;
 use crate::memory::{Element, Layout, StridedMut, StridedRef, Walks};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
+use std::any::Any;
 use std::mem::MaybeUninit;
 
 /// The dtypes that weights and gradients may have.
@@ -32,19 +33,41 @@ impl DType {
     }
 }
 
-/// A tensor in host memory, as it was when it was read.
+/// Where a tensor's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Place {
+    /// Host memory.
+    Host,
+    /// The CUDA device of this ordinal.
+    Cuda(i32),
+    /// Host memory that plays a device's part, for tests.
+    Simulated,
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Host => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Self::Simulated => f.write_str("a simulated device"),
+        }
+    }
+}
+
+/// A tensor's memory, as it was when it was read.
 #[derive(Clone, Debug)]
-pub(super) struct HostTensor {
+pub(super) struct RawTensor {
     pub(super) data: usize,
     pub(super) dtype: DType,
     pub(super) numel: usize,
+    pub(super) place: Place,
 }
 
-impl HostTensor {
+impl RawTensor {
     /// Borrows the tensor's elements, to read.
     ///
     /// # Safety
-    /// As [`StridedRef::new`]: the tensor read was of dtype `T`, `walks` are its layout's, and it stays alive and unwritten.
+    /// As [`StridedRef::new`]: the tensor read was in host memory and of dtype `T`, `walks` are its layout's, and it stays alive and unwritten.
     pub(super) unsafe fn borrow<'a, T: Element>(&self, walks: Walks) -> StridedRef<'a, T> {
         // SAFETY: the caller's promise.
         unsafe { StridedRef::new(self.data as *const T, self.numel, walks) }
@@ -149,9 +172,11 @@ impl Role {
 
 /// Reads tensors.
 pub(super) struct TensorReader {
-    read: Option<ReadTensor>,
+    api: Option<&'static ExchangeApi>,
     tensor_type: Py<PyType>,
     parameter_type: Py<PyType>,
+    /// The class that parameters have while their update is under way.
+    pending_type: Option<Py<PyType>>,
 }
 
 impl TensorReader {
@@ -159,22 +184,52 @@ impl TensorReader {
         let tensor_type = py.import("torch")?.getattr("Tensor")?;
         let parameter_type = py.import("torch.nn")?.getattr("Parameter")?;
         Ok(Self {
-            read: dlpack::exchange_function(&tensor_type),
+            api: dlpack::exchange_api(&tensor_type),
             tensor_type: tensor_type.cast_into::<PyType>()?.unbind(),
             parameter_type: parameter_type.cast_into::<PyType>()?.unbind(),
+            pending_type: None,
         })
     }
 
-    /// Reads a tensor that must be strided, in host memory and of a supported dtype, and passes it and its shape on.
+    /// Reads parameters of this class, too, as they are.
+    pub(super) fn set_pending_type(&mut self, pending_type: Py<PyType>) {
+        self.pending_type = Some(pending_type);
+    }
+
+    fn is_plain(&self, kind: &Bound<'_, PyType>) -> bool {
+        kind.is(&self.tensor_type)
+            || kind.is(&self.parameter_type)
+            || self.pending_type.as_ref().is_some_and(|pending| kind.is(pending))
+    }
+
+    /// A hold on a tensor's memory that needs no interpreter to be let go.
+    pub(super) fn hold(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Box<dyn Any + Send + Sync>> {
+        match self.api.filter(|_| self.is_plain(&tensor.get_type())) {
+            Some(api) => Ok(Box::new(dlpack::Managed::of(api, tensor)?)),
+            None => Ok(Box::new(tensor.clone().unbind())),
+        }
+    }
+
+    /// torch's current stream on a CUDA device, as its handle.
+    pub(super) fn current_stream(&self, py: Python<'_>, device: i32) -> PyResult<usize> {
+        if let Some(stream) = self.api.and_then(|api| dlpack::current_stream(api, device)) {
+            return Ok(stream);
+        }
+        let stream = py.import(intern!(py, "torch"))?.getattr("cuda")?.call_method1("current_stream", (device,))?;
+        stream.getattr("cuda_stream")?.extract()
+    }
+
+    /// Reads a tensor that must be strided, in host memory or on a CUDA device, and of a supported dtype, and passes it
+    /// and its shape on.
     pub(super) fn read<R>(
         &self,
         tensor: &Bound<'_, PyAny>,
         role: Role,
         name: &dyn Fn() -> String,
-        then: impl FnOnce(HostTensor, &Shape<'_>) -> PyResult<R>,
+        then: impl FnOnce(RawTensor, &Shape<'_>) -> PyResult<R>,
     ) -> PyResult<R> {
         let kind = tensor.get_type();
-        if let Some(read) = self.read.filter(|_| kind.is(&self.tensor_type) || kind.is(&self.parameter_type)) {
+        if let Some(read) = self.api.filter(|_| self.is_plain(&kind)).and_then(dlpack::reader) {
             let mut raw = MaybeUninit::<DLTensor>::uninit();
             // SAFETY: torch's own function on an object of exactly its tensor type; it fills `raw` if it returns 0.
             let failed = unsafe { read(tensor.as_ptr(), raw.as_mut_ptr()) } != 0;
@@ -183,7 +238,7 @@ impl TensorReader {
             } else {
                 // SAFETY: filled, as it returned 0.
                 let raw = unsafe { raw.assume_init() };
-                if let (Some(dtype), dlpack::CPU) = (supported(raw.dtype), raw.device.device_type) {
+                if let (Some(dtype), Some(place)) = (supported(raw.dtype), place(raw.device)) {
                     let ndim = usize::try_from(raw.ndim).unwrap_or(0);
                     // SAFETY: `ndim` sizes and strides that the tensor owns; it is alive and nothing resizes it while
                     // this thread is attached to the interpreter and runs no Python code.
@@ -191,7 +246,7 @@ impl TensorReader {
                     let numel = sizes.iter().product::<i64>() as usize;
                     let data = raw.data as usize + raw.byte_offset as usize;
                     let shape = Shape { sizes: sizes.into(), strides: strides.into() };
-                    let host = HostTensor { data, dtype, numel };
+                    let host = RawTensor { data, dtype, numel, place };
                     check_memory(tensor, &host, &shape, role, name)?;
                     return then(host, &shape);
                 }
@@ -210,6 +265,14 @@ unsafe fn dimensions<'a>(values: *const i64, count: usize) -> &'a [i64] {
     if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(values, count) } }
 }
 
+fn place(device: DLDevice) -> Option<Place> {
+    match device.device_type {
+        dlpack::CPU => Some(Place::Host),
+        dlpack::CUDA => Some(Place::Cuda(device.device_id)),
+        _ => None,
+    }
+}
+
 fn supported(dtype: DLDataType) -> Option<DType> {
     match dtype {
         dlpack::FLOAT32 => Some(DType::F32),
@@ -226,7 +289,7 @@ const SUSPICIOUSLY_LOW: usize = 1 << 32;
 /// Checks that a tensor's memory is there and aligned for its dtype.
 fn check_memory(
     tensor: &Bound<'_, PyAny>,
-    host: &HostTensor,
+    host: &RawTensor,
     shape: &Shape<'_>,
     role: Role,
     name: &dyn Fn() -> String,
@@ -255,7 +318,7 @@ fn read_attributes(
     tensor: &Bound<'_, PyAny>,
     role: Role,
     name: &dyn Fn() -> String,
-) -> PyResult<(HostTensor, Shape<'static>)> {
+) -> PyResult<(RawTensor, Shape<'static>)> {
     let py = tensor.py();
     let who = role.of(&name());
     let unsupported = |what: String| PyErr::from(Error::UnsupportedType(format!("{who}: {what}")));
@@ -282,16 +345,19 @@ fn read_attributes(
         return Err(unsupported(format!("it is a {kind}, a tensor subclass without memory of its own")));
     }
     let device = tensor.getattr(intern!(py, "device"))?;
-    let device_type = device.getattr("type")?.to_string();
-    if device_type != "cpu" {
-        return Err(Error::Cuda(format!(
-            "{who}: it is on {device}; this version updates parameters in host memory (cpu)"
-        ))
-        .into());
-    }
+    let place = match device.getattr("type")?.to_string().as_str() {
+        "cpu" => Place::Host,
+        "cuda" => Place::Cuda(device.getattr("index")?.extract()?),
+        _ => {
+            let supported = "host memory (cpu) or on a CUDA device";
+            return Err(
+                Error::Cuda(format!("{who}: it is on {device}; outboard updates parameters in {supported}")).into()
+            );
+        }
+    };
     let data: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
     let sizes: Vec<i64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
     let strides: Vec<i64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
     let numel = sizes.iter().product::<i64>() as usize;
-    Ok((HostTensor { data, dtype, numel }, Shape { sizes: sizes.into(), strides: strides.into() }))
+    Ok((RawTensor { data, dtype, numel, place }, Shape { sizes: sizes.into(), strides: strides.into() }))
 }

@@ -1,44 +1,31 @@
-"""Benchmarks: both sides in one run, alternating, medians. Also `python -m outboard bench`.
-
-Speed is a ratio: `ratio_to_torch_fused` above 1 means that outboard is faster than `torch.optim.AdamW(fused=True)` on
-the same values, on this machine, in this run.
-"""
+"""The update of tensors in host memory beside torch's fused AdamW. Also `python -m outboard bench host`."""
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from outboard._adam import CHUNK_ELEMS, AdamW
+from outboard import bench
+from outboard._adam import AdamW
 from outboard._arguments import check_choice, check_count
-from outboard._native import build_info, default_threads, host_tensor, stream_pass
-
-#: Alternating blocks per measurement; the medians over them are reported.
-BLOCKS = 9
-
-#: Timed calls in a block.
-TIMED = 3
+from outboard._lanes import HOST_CHUNK_ELEMS
+from outboard._native import default_threads, host_tensor, stream_pass
+from outboard.bench.common import Progress, machine, silent, torch_threads, versions
 
 #: Bytes that one element's update must read and write, by the dtype of weight and gradient and that of the moments.
 _BYTES = {"fp32": 28, "bf16": 26, "bf16_moments": 18}
-
-TINY_PARAMETERS, TINY_ELEMENTS = 10_000, 1_000
-
-Progress = Callable[[str], None]
 
 
 def host(
     numel: int = 64 * 1024 * 1024,
     threads: int | None = None,
     dtype: str = "all",
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Measure the host step against torch's fused AdamW.
 
@@ -69,9 +56,9 @@ def host(
         "numel": numel,
         "threads": threads,
         "machine": machine(),
-        "versions": {"outboard": build_info()["version"], "torch": torch.__version__},
+        "versions": versions(),
     }
-    with _torch_threads(threads):
+    with torch_threads(threads):
         if dtype in ("all", "float32"):
             progress("fp32")
             result["fp32"] = _fp32(numel, threads)
@@ -85,43 +72,21 @@ def host(
     return result
 
 
-def machine() -> dict[str, Any]:
-    """Return the processor's name, its architecture and the ISA level in use."""
-    name = platform.processor()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        name = models[0] if models else name
-    except OSError:
-        pass
-    return {"cpu": name, "architecture": platform.machine(), "isa": build_info()["isa"]}
-
-
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _medians(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return each side's median time in ms over `BLOCKS` alternating blocks.
+    """Return each side's median time in ms over `bench.BLOCKS` alternating blocks.
 
-    A block is one call that is not timed and `TIMED` that are. The first call of a block would also measure the other
-    side: OpenMP's threads spin for milliseconds after torch's kernel, on the cores that the next one needs. On 16 cores
-    that made either side 20 % slower than it is by itself.
+    A block is one call that is not timed and `bench.TIMED` that are. The first call of a block would also measure the
+    other side: OpenMP's threads spin for milliseconds after torch's kernel, on the cores that the next one needs. On 16
+    cores that made either side 20 % slower than it is by itself.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(BLOCKS):
+    for _ in range(bench.BLOCKS):
         for name, run in sides.items():
             run()
             began = time.perf_counter()
-            for _ in range(TIMED):
+            for _ in range(bench.TIMED):
                 run()
-            times[name].append((time.perf_counter() - began) * 1e3 / TIMED)
+            times[name].append((time.perf_counter() - began) * 1e3 / bench.TIMED)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -186,7 +151,7 @@ def _fp32(numel: int, threads: int) -> dict[str, Any]:
     pair = _medians(
         {
             "outboard": optimizer.step,
-            "stream": lambda: stream_pass(tensors, threads, CHUNK_ELEMS),
+            "stream": lambda: stream_pass(tensors, threads, HOST_CHUNK_ELEMS),
         }
     )
     return {
@@ -201,17 +166,17 @@ def _fp32(numel: int, threads: int) -> dict[str, Any]:
 
 
 def _tiny(threads: int) -> dict[str, Any]:
-    values, grad = _values(TINY_PARAMETERS * TINY_ELEMENTS)
+    values, grad = _values(bench.TINY_PARAMETERS * bench.TINY_ELEMENTS)
 
     def parameters() -> list[torch.nn.Parameter]:
-        pairs = zip(torch.split(values, TINY_ELEMENTS), torch.split(grad, TINY_ELEMENTS), strict=True)
+        pairs = zip(torch.split(values, bench.TINY_ELEMENTS), torch.split(grad, bench.TINY_ELEMENTS), strict=True)
         return [_parameter(value.clone(), gradient.clone()) for value, gradient in pairs]
 
     ours = AdamW(parameters(), threads=threads)
     theirs = torch.optim.AdamW(parameters(), fused=True)
     steps = _medians({"outboard": ours.step, "torch": theirs.step})
     return {
-        "parameters": TINY_PARAMETERS,
+        "parameters": bench.TINY_PARAMETERS,
         **_rates(steps["outboard"], values.numel(), _BYTES["fp32"]),
         "torch_fused_ms": steps["torch"],
         "ratio_to_torch_fused": steps["torch"] / steps["outboard"],

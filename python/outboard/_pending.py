@@ -1,0 +1,163 @@
+"""Parameters whose update is under way: whoever reads or writes one first waits for it.
+
+While its update is pending a parameter's class is `PendingParameter`, whose `__torch_function__` waits, gives the
+parameter its own class back and goes on. A module's forward hook does so beforehand for the module's own parameters,
+which is cheaper; this catches everyone else: a weight that another module uses, a loss on weights, an average of
+weights, `state_dict`, `deepcopy`, in-place writes, `p.data = ...`.
+
+It cannot see tensor subclasses of others, views taken earlier, and readers in C++.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any, Protocol
+
+import torch
+
+
+class Waiter(Protocol):
+    """Whoever can wait for parameters."""
+
+    def resolve(self, parameters: list[torch.Tensor]) -> None:
+        """Order the current stream after the updates of these parameters and settle them."""
+
+
+#: Who waits for a pending parameter, by its id. A parameter here is kept alive by its optimizer.
+_waiters: dict[int, weakref.ref[Any]] = {}
+
+#: What neither reads nor writes a weight's values.
+_HARMLESS: frozenset[Any] = frozenset(
+    getter
+    for name in (
+        "grad",
+        "requires_grad",
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "is_leaf",
+        "grad_fn",
+        "_version",
+        "ndim",
+        "is_cuda",
+    )
+    for attribute in [getattr(torch.Tensor, name)]
+    for getter in (attribute.__get__, attribute.__set__, attribute.__delete__)
+) | frozenset(
+    (
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.nelement,
+        torch.Tensor.stride,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.element_size,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.register_hook,
+    )
+)
+
+
+class PendingParameter(torch.nn.Parameter):
+    """A parameter whose update is under way."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Wait for the pending parameters among the arguments, then call `func`."""
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            found: list[torch.Tensor] = []
+            _find(args, found)
+            _find(kwargs.values(), found)
+            settle(found)
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the parameter once it is updated."""
+        settle([self])
+        return deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the parameter once it is updated."""
+        settle([self])
+        return self.__reduce_ex__(protocol)
+
+
+def _find(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if type(value) is PendingParameter:
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _find(value, found)
+        elif isinstance(value, dict):
+            _find(value.values(), found)
+
+
+def can_mark(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's class can be exchanged: not a tensor subclass of somebody else's."""
+    return type(parameter) in (torch.nn.Parameter, PendingParameter)
+
+
+def mark(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any]) -> None:
+    """Let whoever touches these parameters wait first."""
+    for parameter in parameters:
+        _waiters[id(parameter)] = waiter
+        parameter.__class__ = PendingParameter
+
+
+def unmark(parameters: Iterable[torch.Tensor]) -> None:
+    """Give parameters their own class back."""
+    for parameter in parameters:
+        if _waiters.pop(id(parameter), None) is not None:
+            parameter.__class__ = torch.nn.Parameter
+
+
+def settle_others(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any] | None) -> None:
+    """Wait for what other optimizers are doing to these parameters."""
+    others: list[torch.Tensor] = [
+        parameter
+        for parameter in parameters
+        if type(parameter) is PendingParameter and _waiters.get(id(parameter)) is not waiter
+    ]
+    if others:
+        settle(others)
+
+
+def are_pending(beside: int) -> bool:
+    """Whether more parameters are pending than so many."""
+    return len(_waiters) > beside
+
+
+def settle(parameters: list[torch.Tensor]) -> None:
+    """Wait for pending parameters; each has its own class afterwards."""
+    waiting: dict[int, tuple[Waiter, list[torch.Tensor]]] = {}
+    for parameter in parameters:
+        reference = _waiters.get(id(parameter))
+        waiter = None if reference is None else reference()
+        if waiter is not None:
+            waiting.setdefault(id(waiter), (waiter, []))[1].append(parameter)
+    try:
+        for waiter, theirs in waiting.values():
+            waiter.resolve(theirs)
+    except Exception:
+        _release(parameters)
+        raise
+    # Not after an interrupt, which may have come before they were waited for.
+    _release(parameters)
+
+
+def _release(parameters: list[torch.Tensor]) -> None:
+    unmark(parameters)
+    for parameter in parameters:
+        # One whose optimizer is gone: that completed the update before it went.
+        if type(parameter) is PendingParameter:
+            parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]

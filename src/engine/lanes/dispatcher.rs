@@ -1,0 +1,736 @@
+//! The dispatcher's thread: takes jobs whose gradients are done, keeps them in order of next use and gives chunks to the
+//! lanes as they have room. It never waits for one event while other work is ready, and sleeps when there is none.
+
+use super::gpu::GpuLane;
+use super::host::{Broken, HostLane, Workers};
+use super::job::{Chunk, Job, Member, Work};
+use super::report::Landed;
+use super::{Shared, State};
+use crate::device::{Device, DeviceUpdate, Stream};
+use crate::error::{Error, Failure, Result};
+use crate::memory::{HostRing, HostSpan};
+use std::any::Any;
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::Duration;
+
+/// Bundles of parameters with resident state in flight at once.
+pub(super) const RESIDENT_TABLES: usize = 4;
+/// How long the dispatcher sleeps between two looks at events that are not done: twice as long each time, up to the most.
+/// A chunk takes some hundred microseconds.
+const NAP: (Duration, Duration) = (Duration::from_micros(10), Duration::from_micros(40));
+
+/// A job whose gradients are done.
+#[derive(Debug)]
+struct Active<D: Device> {
+    job: Job<D>,
+    /// Elements not taken by a lane yet.
+    untaken: usize,
+    /// Elements whose work is not all in the device's streams yet.
+    unissued: usize,
+    /// Elements not landed yet.
+    unlanded: usize,
+    on_gpu: bool,
+    on_cpu: bool,
+    /// Whether any of it has failed: the rest is not to be uploaded.
+    has_failed: bool,
+}
+
+/// An update of resident state under way.
+#[derive(Debug)]
+struct Resident<D: Device> {
+    job: u64,
+    done: D::Event,
+    began: f64,
+    table: Option<HostSpan>,
+}
+
+pub(super) struct Dispatcher<D: Device> {
+    device: Arc<D>,
+    shared: Arc<Shared<D>>,
+    workers: Workers,
+    gpu: Option<GpuLane<D>>,
+    host: HostLane<D>,
+    /// Whether the CPU lane takes what the GPU lane could take.
+    cpu_shares: bool,
+    fifo: bool,
+    next_id: u64,
+    /// Jobs whose gradients may not be done, by the stream that produces them.
+    pending: HashMap<usize, VecDeque<Job<D>>>,
+    /// Jobs whose gradients are done and that wait for an earlier update of one of their slots to land.
+    parked: VecDeque<Job<D>>,
+    /// Whether one of them may go on.
+    unblocked: bool,
+    /// Jobs of each slot that have not ended, in the order in which they were accepted.
+    turns: HashMap<usize, VecDeque<u64>>,
+    active: HashMap<u64, Active<D>>,
+    queue: BTreeSet<(u64, u64)>,
+    resident: VecDeque<Resident<D>>,
+    /// Jobs that have landed but for their gradients, which are being unscaled.
+    unscaling: VecDeque<(u64, D::Event)>,
+    resident_tables: HostRing,
+    over: Sender<Over>,
+    next_table: usize,
+    /// A failure after which nobody can say when the device is done with what it was given.
+    lost: Option<Error>,
+    broken: Option<String>,
+}
+
+impl<D: Device> Dispatcher<D> {
+    pub(super) fn new(
+        device: Arc<D>,
+        shared: Arc<Shared<D>>,
+        workers: Workers,
+        gpu: Option<GpuLane<D>>,
+        host: HostLane<D>,
+        resident_tables: HostRing,
+        over: Sender<Over>,
+        (cpu_shares, fifo): (bool, bool),
+    ) -> Self {
+        let cpu_shares = cpu_shares || gpu.is_none();
+        Self {
+            device,
+            shared,
+            workers,
+            gpu,
+            host,
+            cpu_shares,
+            fifo,
+            next_id: 0,
+            pending: HashMap::new(),
+            parked: VecDeque::new(),
+            unblocked: false,
+            turns: HashMap::new(),
+            active: HashMap::new(),
+            queue: BTreeSet::new(),
+            resident: VecDeque::new(),
+            unscaling: VecDeque::new(),
+            resident_tables,
+            over,
+            next_table: 0,
+            lost: None,
+            broken: None,
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        crate::pool::sleep_precisely();
+        if let Err(error) = self.device.enter_thread() {
+            self.break_down(&error);
+        }
+        let mut nap = NAP.0;
+        loop {
+            let mut progress = self.take_messages();
+            progress |= self.look();
+            progress |= self.unpark();
+            progress |= self.hand_out();
+            if progress {
+                self.publish();
+                nap = NAP.0;
+                continue;
+            }
+            let idle = self.is_idle();
+            let state = self.shared.lock();
+            if !state.inbox.is_empty() || !state.computed.is_empty() {
+                continue;
+            }
+            if idle && state.stop {
+                return;
+            }
+            // Spurious wake-ups only cost a look.
+            let wake = &self.shared.wake;
+            if idle {
+                drop(wake.wait(state));
+            } else {
+                drop(wake.wait_timeout(state, nap));
+                nap = (nap * 2).min(NAP.1);
+            }
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.pending.values().all(VecDeque::is_empty) && self.active.is_empty() && self.parked.is_empty()
+    }
+
+    /// Takes new jobs, and what the workers have computed.
+    fn take_messages(&mut self) -> bool {
+        let (jobs, computed) = {
+            let mut state = self.shared.lock();
+            (std::mem::take(&mut state.inbox), std::mem::take(&mut state.computed))
+        };
+        let progress = !jobs.is_empty() || !computed.is_empty();
+        for mut job in jobs {
+            job.id = self.next_id;
+            self.next_id += 1;
+            for &Member { slot, .. } in &job.slots {
+                self.turns.entry(slot).or_default().push_back(job.id);
+            }
+            self.pending.entry(job.producer).or_default().push_back(job);
+        }
+        for computed in computed {
+            let id = self.host.job_of(&computed);
+            self.note_broken(id, &computed.broken);
+            if self.broken.is_some() {
+                let landed = self.host.give_up(&computed);
+                self.land(vec![landed]);
+                continue;
+            }
+            let now = self.shared.now();
+            if let Some(landed) = self.host.end_offload(&computed, now) {
+                self.land(vec![landed]);
+                continue;
+            }
+            let elements = computed.elements();
+            if let Err(error) = self.host.upload(&self.device, computed, &mut self.lost) {
+                self.fail(id, &error);
+            }
+            self.issued(id, elements);
+        }
+        progress
+    }
+
+    /// Looks at every event that may be done by now.
+    fn look(&mut self) -> bool {
+        if self.broken.is_some() {
+            let all: Vec<Job<D>> =
+                self.pending.values_mut().flat_map(std::mem::take).chain(self.parked.drain(..)).collect();
+            let progress = !all.is_empty();
+            for job in all {
+                self.refuse(job);
+            }
+            return progress;
+        }
+        let (mut arrived, mut landed, mut unscaled) = (Vec::new(), Vec::new(), Vec::new());
+        let looked = self.look_at_events(&mut arrived, &mut landed, &mut unscaled);
+        let progress = !arrived.is_empty() || !landed.is_empty() || !unscaled.is_empty();
+        // What has been seen is dealt with, whatever came of the next look.
+        for job in arrived {
+            self.arrive(job);
+        }
+        self.land(landed);
+        for id in unscaled {
+            self.finish(id);
+        }
+        match looked {
+            Ok(more) => progress || more,
+            Err(error) => {
+                self.break_down(&error);
+                true
+            }
+        }
+    }
+
+    fn look_at_events(
+        &mut self,
+        arrived: &mut Vec<Job<D>>,
+        landed: &mut Vec<Landed>,
+        unscaled: &mut Vec<u64>,
+    ) -> Result<bool> {
+        let now = self.shared.now();
+        let mut progress = false;
+        if let Some(error) = self.lost.take() {
+            return Err(error);
+        }
+        for queue in self.pending.values_mut() {
+            while let Some(job) = queue.front() {
+                if !self.device.is_done(&job.ready)? {
+                    break;
+                }
+                arrived.extend(queue.pop_front());
+            }
+        }
+        self.pending.retain(|_, queue| !queue.is_empty());
+        if let Some(gpu) = &mut self.gpu {
+            gpu.poll(&self.device, now, landed)?;
+        }
+        let active = &self.active;
+        let is_lost = |id: u64| active.get(&id).is_some_and(|active| active.has_failed);
+        progress |= self.host.poll(&self.device, &self.workers, now, is_lost, landed)?;
+        while let Some(resident) = self.resident.front() {
+            if !self.device.is_done(&resident.done)? {
+                break;
+            }
+            let Some(Resident { job, began, .. }) = self.resident.pop_front() else { break };
+            let elements = self.active.get(&job).map_or(0, |active| active.unlanded);
+            landed.push(Landed { job, elements, began, issued: true, lane: "resident" });
+        }
+        while let Some((id, done)) = self.unscaling.front() {
+            if !self.device.is_done(done)? {
+                break;
+            }
+            unscaled.push(*id);
+            self.unscaling.pop_front();
+        }
+        Ok(progress)
+    }
+
+    /// Lets those go on that waited for what has ended.
+    fn unpark(&mut self) -> bool {
+        let progress = self.unblocked;
+        while std::mem::take(&mut self.unblocked) {
+            // Each in turn: one that is still blocked is parked again.
+            for job in std::mem::take(&mut self.parked) {
+                self.arrive(job);
+            }
+        }
+        progress
+    }
+
+    /// Puts a job whose gradients are done where it belongs.
+    fn arrive(&mut self, job: Job<D>) {
+        let is_first = |slot| self.turns.get(slot).is_none_or(|turns| turns.front() == Some(&job.id));
+        if !job.slots.iter().all(|member| is_first(&member.slot)) {
+            self.parked.push_back(job);
+            return;
+        }
+        let (job, poisoned) = {
+            let state = self.shared.lock();
+            job.split(|slot| self.broken.is_some() || state.poisoned.contains(&slot))
+        };
+        if let Some(poisoned) = poisoned {
+            self.refuse(poisoned);
+        }
+        let Some(job) = job else { return };
+        let id = job.id;
+        let (next_use, elements) = (if self.fifo { 0 } else { job.next_use }, job.elements);
+        let is_resident = matches!(job.work, Work::Resident(_));
+        let (untaken, unissued, unlanded) = (elements, elements, elements);
+        let (on_gpu, on_cpu, has_failed) = (false, false, false);
+        let active = Active { job, untaken, unissued, unlanded, on_gpu, on_cpu, has_failed };
+        self.active.insert(id, active);
+        if is_resident {
+            self.start_resident(id);
+        } else {
+            self.queue.insert((next_use, id));
+        }
+    }
+
+    /// One launch: the state is where the weights are.
+    fn start_resident(&mut self, id: u64) {
+        let began = self.shared.now();
+        let result = self.launch_resident(id, began);
+        let Some(active) = self.active.get_mut(&id) else { return };
+        active.on_gpu = true;
+        active.untaken = 0;
+        let elements = active.unissued;
+        match result {
+            Ok(()) => {
+                self.shared.lock().stats.resident_elements += elements as u64;
+                self.issued(id, elements);
+            }
+            Err(error) => {
+                self.fail(id, &error);
+                self.land(vec![Landed { job: id, elements, began, issued: false, lane: "resident" }]);
+            }
+        }
+    }
+
+    fn launch_resident(&mut self, id: u64, began: f64) -> Result<()> {
+        let Some(Active { job: Job { work: Work::Resident(parts), .. }, .. }) = self.active.get(&id) else {
+            return Ok(());
+        };
+        let updates: Vec<DeviceUpdate<'_>> = Work::resident_updates(parts);
+        let mut table = None;
+        if let [update] = &updates[..] {
+            self.device.update(update, Stream::Update)?;
+        } else {
+            let slot = self.next_table;
+            self.next_table = (slot + 1) % RESIDENT_TABLES;
+            let mut lent = self.resident_tables.lend(slot);
+            while lent.is_none() {
+                // All tables are out: the oldest launch takes microseconds.
+                let with_table = |resident: &&mut Resident<D>| resident.table.is_some();
+                let Some(oldest) = self.resident.iter_mut().find(with_table) else { break };
+                self.device.wait(&oldest.done)?;
+                oldest.table = None;
+                lent = self.resident_tables.lend(slot);
+            }
+            let table = table.insert(lent.expect("nobody has the table"));
+            self.device.update_many(table, &updates, Stream::Update)?;
+        }
+        match self.mark(Stream::Update) {
+            Ok(done) => {
+                self.resident.push_back(Resident { job: id, done, began, table });
+                Ok(())
+            }
+            Err(error) => {
+                self.drain(&[Stream::Update]);
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives chunks to the lanes while there are some and they have room: to each lane in turn, in order of next use.
+    fn hand_out(&mut self) -> bool {
+        let mut progress = false;
+        while !self.queue.is_empty() && self.broken.is_none() {
+            let to_host = self.give_to_host();
+            let to_gpu = self.give_to_gpu();
+            progress |= to_host || to_gpu;
+            if !to_host && !to_gpu {
+                break;
+            }
+        }
+        progress
+    }
+
+    fn give_to_host(&mut self) -> bool {
+        if !self.host.has_room() {
+            return false;
+        }
+        if self.give_offload() {
+            return true;
+        }
+        let (host, gpu) = (&self.host, self.gpu.as_ref());
+        let may_take = |work: &Work| match work {
+            // What the GPU lane cannot take is the CPU lane's, whatever the mode.
+            _ if !self.cpu_shares && gpu.is_some_and(|gpu| gpu_takes(gpu, work)) => false,
+            Work::Bundle(chunks) => host.takes_bundle(chunks),
+            Work::Chunks(_) => true,
+            Work::Resident(_) | Work::Offload(_) => false,
+        };
+        let Some((key, chunks)) = take(&mut self.queue, &mut self.active, may_take, |chunk| host.chunk_len(chunk))
+        else {
+            return false;
+        };
+        let now = self.shared.now();
+        if let Some(active) = self.active.get_mut(&key) {
+            active.on_cpu = true;
+        }
+        if let Err(error) = self.host.start(&self.device, key, chunks, now, &mut self.lost) {
+            self.fail(key, &error);
+        }
+        true
+    }
+
+    /// Gives the CPU lane the next run of a gradient that is to leave the device.
+    fn give_offload(&mut self) -> bool {
+        let is_offload =
+            |id: &u64| matches!(self.active.get(id), Some(Active { job: Job { work: Work::Offload(_), .. }, .. }));
+        let Some(&key) = self.queue.iter().find(|(_, id)| is_offload(id)) else { return false };
+        let Some(active) = self.active.get_mut(&key.1) else { return false };
+        let Work::Offload(rest) = &mut active.job.work else { return false };
+        let run = rest.split_front(self.host.offload_len(rest));
+        active.untaken -= run.len;
+        if active.untaken == 0 {
+            self.queue.remove(&key);
+        }
+        let now = self.shared.now();
+        if let Err(error) = self.host.start_offload(&self.device, key.1, run, now, &mut self.lost) {
+            self.fail(key.1, &error);
+        }
+        true
+    }
+
+    fn give_to_gpu(&mut self) -> bool {
+        let Some(gpu) = self.gpu.as_mut().filter(|gpu| gpu.has_room()) else { return false };
+        let taken = {
+            let gpu = &*gpu;
+            take(&mut self.queue, &mut self.active, |work| gpu_takes(gpu, work), |chunk| gpu.chunk_len(chunk))
+        };
+        let Some((key, chunks)) = taken else { return false };
+        let elements = chunks.iter().map(|chunk| chunk.len).sum();
+        let now = self.shared.now();
+        let started = gpu.start(&self.device, key, chunks, now, &mut self.lost);
+        if let Some(active) = self.active.get_mut(&key) {
+            active.on_gpu = true;
+        }
+        if let Err(error) = started {
+            self.fail(key, &error);
+        }
+        self.issued(key, elements);
+        true
+    }
+
+    /// Counts elements of a job as given to the device; once all are, streams may follow.
+    fn issued(&mut self, id: u64, elements: usize) {
+        let Some(active) = self.active.get_mut(&id) else { return };
+        active.unissued -= elements;
+        if active.unissued > 0 || !active.job.unscale.is_empty() {
+            return;
+        }
+        self.announce(id);
+    }
+
+    /// Lets streams follow a job.
+    fn announce(&mut self, id: u64) {
+        let Some(active) = self.active.get(&id) else { return };
+        let lanes = [(active.on_gpu, Stream::Update), (active.on_cpu, Stream::Up)];
+        let used = lanes.into_iter().filter(|(used, _)| *used);
+        let marks: Result<Vec<_>> = used.map(|(_, stream)| self.mark(stream).map(Arc::new)).collect();
+        let events = match marks {
+            Ok(events) => events,
+            Err(error) => {
+                self.fail(id, &error);
+                Vec::new()
+            }
+        };
+        let Some(active) = self.active.get(&id) else { return };
+        let now = self.shared.now();
+        let mut state = self.shared.lock();
+        for Member { slot, .. } in &active.job.slots {
+            if let Some(progress) = state.progress.get_mut(slot) {
+                progress.unissued -= 1;
+                progress.events.clone_from(&events);
+            }
+        }
+        state.stats.issue_seconds = now - state.issue_mark;
+        drop(state);
+        self.shared.moved.notify_all();
+    }
+
+    /// Counts elements of jobs as landed; what is complete is told, with its failures.
+    fn land(&mut self, landed: Vec<Landed>) {
+        let now = self.shared.now();
+        let record = self.shared.record_timeline.load(Ordering::Relaxed);
+        for Landed { job: id, elements, began, issued, lane } in landed {
+            if !issued {
+                self.issued(id, elements);
+            }
+            let Some(active) = self.active.get_mut(&id) else { continue };
+            if record {
+                let label = active.job.slots.first().map_or_else(String::new, |member| member.name.to_string());
+                self.shared.lock().timeline.push((lane, label, began, now));
+            }
+            active.unlanded -= elements;
+            if active.unlanded > 0 {
+                continue;
+            }
+            self.complete(id);
+        }
+    }
+
+    /// Ends a job of which everything has landed, or has its gradients unscaled where they stay and ends it then.
+    fn complete(&mut self, id: u64) {
+        let Some(active) = self.active.get_mut(&id) else { return };
+        if active.job.unscale.is_empty() {
+            self.finish(id);
+            return;
+        }
+        let unscale = std::mem::take(&mut active.job.unscale);
+        active.on_gpu = true;
+        let unscaled =
+            unscale.iter().try_for_each(|(_, grad, scale)| self.device.unscale(grad, *scale, Stream::Update));
+        if let Err(error) = unscaled {
+            self.fail(id, &error);
+        }
+        self.announce(id);
+        match self.mark(Stream::Update) {
+            Ok(done) => self.unscaling.push_back((id, done)),
+            Err(error) => {
+                self.fail(id, &error);
+                self.drain(&[Stream::Update]);
+                self.finish(id);
+            }
+        }
+    }
+
+    fn mark(&self, stream: Stream) -> Result<D::Event> {
+        let event = self.device.event()?;
+        self.device.record(&event, stream)?;
+        Ok(event)
+    }
+
+    /// Waits for streams after a mark could not be set, so that memory may be given back.
+    fn drain(&mut self, streams: &[Stream]) {
+        if let Err(error) = drain(&*self.device, streams) {
+            self.lost.get_or_insert(error);
+        }
+    }
+
+    /// Notes what the workers could not update; the rest of the parameter is not taken any more.
+    fn note_broken(&mut self, id: u64, broken: &[Broken]) {
+        let Some(active) = self.active.get_mut(&id).filter(|_| !broken.is_empty()) else { return };
+        active.has_failed = true;
+        self.shared.tell_failures(broken.iter().map(|broken| {
+            let Broken { slot, name, first, len, cause } = broken.clone();
+            (slot, Failure { parameter: name.to_string(), first, len, cause })
+        }));
+        self.drop_rest(id);
+    }
+
+    /// Notes a failure of a whole job; what is left of it is not taken any more.
+    fn fail(&mut self, id: u64, error: &Error) {
+        let Some(active) = self.active.get_mut(&id) else { return };
+        let cause = error.to_string();
+        active.has_failed = true;
+        self.shared.tell_failures(active.job.slots.iter().map(|member| member.failure(&cause)));
+        self.drop_rest(id);
+    }
+
+    fn drop_rest(&mut self, id: u64) {
+        let Some(active) = self.active.get_mut(&id) else { return };
+        let key = (if self.fifo { 0 } else { active.job.next_use }, id);
+        // Not whether any elements are left: a job of none is in the queue, too.
+        if !self.queue.remove(&key) {
+            return;
+        }
+        let rest = std::mem::take(&mut active.untaken);
+        active.unlanded -= rest;
+        let landed = active.unlanded == 0;
+        self.issued(id, rest);
+        if landed {
+            self.complete(id);
+        }
+    }
+
+    /// Ends a job that has not been started, as failed.
+    fn refuse(&mut self, job: Job<D>) {
+        let cause = self.broken.clone().unwrap_or_else(|| "its state is half updated since an earlier failure".into());
+        let mut state = self.shared.lock();
+        for member in &job.slots {
+            state.failures.push(member.failure(&cause));
+            if let Some(progress) = state.progress.get_mut(&member.slot) {
+                progress.unissued -= 1;
+            }
+        }
+        drop(state);
+        self.end_turns(job.id, &job.slots);
+        self.release(job);
+    }
+
+    /// Lets the next update of these slots have its turn.
+    fn end_turns(&mut self, id: u64, slots: &[Member]) {
+        for Member { slot, .. } in slots {
+            if let Entry::Occupied(mut turns) = self.turns.entry(*slot) {
+                turns.get_mut().retain(|&turn| turn != id);
+                if turns.get().is_empty() {
+                    turns.remove();
+                }
+            }
+        }
+        self.unblocked = true;
+    }
+
+    /// After the device has failed: nothing in flight will land, and nothing more is started.
+    fn break_down(&mut self, error: &Error) {
+        let cause = error.to_string();
+        self.broken = Some(cause.clone());
+        self.shared.lock().broken = Some(cause);
+        let mut lost = self.host.abandon();
+        if let Some(gpu) = &mut self.gpu {
+            lost.extend(gpu.abandon());
+        }
+        for Resident { job, began, table, .. } in self.resident.drain(..) {
+            std::mem::forget(table);
+            let elements = self.active.get(&job).map_or(0, |active| active.unlanded);
+            lost.push(Landed { job, elements, began, issued: true, lane: "resident" });
+        }
+        let unscaling: Vec<u64> = self.unscaling.drain(..).map(|(id, _)| id).collect();
+        let mut all: Vec<u64> = self.active.keys().copied().collect();
+        all.sort_unstable();
+        for id in all {
+            self.fail(id, error);
+        }
+        for id in unscaling {
+            self.finish(id);
+        }
+        self.land(lost);
+    }
+
+    fn finish(&mut self, id: u64) {
+        let Some(Active { job, .. }) = self.active.remove(&id) else { return };
+        self.end_turns(id, &job.slots);
+        self.release(job);
+    }
+
+    /// Hands a job that is over to the thread that lets its tensors go.
+    fn release(&self, job: Job<D>) {
+        let Job { slots, grad_bytes, whole, keep, work, .. } = job;
+        // It outlives the dispatcher.
+        let _ = self.over.send(Over { slots, grad_bytes, whole, tensors: (keep, work) });
+    }
+
+    /// Tells `stats()` how things stand.
+    fn publish(&self) {
+        let (gpu, cpu) = (self.gpu.as_ref().map_or(0, GpuLane::in_flight), self.host.in_flight());
+        let mut state = self.shared.lock();
+        let stats = &mut state.stats;
+        stats.in_flight = (stats.in_flight.0.max(gpu), stats.in_flight.1.max(cpu));
+        stats.cpu = self.host.totals;
+        if let Some(gpu) = &self.gpu {
+            stats.gpu = gpu.totals;
+        }
+    }
+}
+
+/// Waits until all is done that has been given to these streams.
+pub(super) fn drain<D: Device>(device: &D, streams: &[Stream]) -> Result<()> {
+    let event = device.event()?;
+    streams.iter().try_for_each(|&stream| {
+        device.record(&event, stream)?;
+        device.wait(&event)
+    })
+}
+
+/// Whether the GPU lane can do this work.
+fn gpu_takes<D: Device>(gpu: &GpuLane<D>, work: &Work) -> bool {
+    work.is_pinned()
+        && match work {
+            Work::Bundle(chunks) => gpu.takes_bundle(chunks),
+            Work::Chunks(_) => true,
+            Work::Resident(_) | Work::Offload(_) => false,
+        }
+}
+
+/// Takes the next chunk of the first job in the queue that a lane may take, or its whole bundle; what is taken to the end
+/// leaves the queue.
+fn take<D: Device>(
+    queue: &mut BTreeSet<(u64, u64)>,
+    active: &mut HashMap<u64, Active<D>>,
+    may_take: impl Fn(&Work) -> bool,
+    len: impl Fn(&Chunk) -> usize,
+) -> Option<(u64, Vec<Chunk>)> {
+    let first = queue.iter().find(|(_, id)| active.get(id).is_some_and(|active| may_take(&active.job.work)));
+    let key = *first?;
+    let entry = active.get_mut(&key.1)?;
+    let chunks = match &mut entry.job.work {
+        Work::Resident(_) | Work::Offload(_) => return None,
+        Work::Bundle(chunks) => std::mem::take(chunks),
+        Work::Chunks(rest) => {
+            let len = len(rest);
+            vec![rest.split_front(len)]
+        }
+    };
+    entry.untaken -= chunks.iter().map(|chunk| chunk.len).sum::<usize>();
+    if entry.untaken == 0 {
+        queue.remove(&key);
+    }
+    Some((key.1, chunks))
+}
+
+/// What is left of a job that is over.
+pub(super) struct Over {
+    slots: Vec<Member>,
+    grad_bytes: usize,
+    whole: bool,
+    tensors: (Vec<Box<dyn Any + Send>>, Work),
+}
+
+/// Lets tensors go, on a thread of its own until the dispatcher has ended: it may take a lock of theirs (the interpreter's,
+/// for milliseconds), and the lanes must not stand still meanwhile.
+pub(super) fn release_all<D: Device>(shared: &Shared<D>, over: &Receiver<Over>) {
+    for Over { slots, grad_bytes, whole, tensors } in over {
+        // Before anybody is told: a caller may be waiting for their memory.
+        drop(tensors);
+        settle(&mut shared.lock(), &slots, grad_bytes, whole);
+        shared.moved.notify_all();
+    }
+}
+
+/// Counts a job as over, or a part of one that has been split.
+fn settle<D: Device>(state: &mut State<D>, slots: &[Member], grad_bytes: usize, whole: bool) {
+    for Member { slot, .. } in slots {
+        if let Some(progress) = state.progress.get_mut(slot) {
+            progress.unlanded -= 1;
+            if progress.unlanded == 0 {
+                state.progress.remove(slot);
+            }
+        }
+    }
+    state.waiting_bytes -= grad_bytes;
+    state.stats.queue.0 -= usize::from(whole);
+}

@@ -1,0 +1,572 @@
+//! The CPU lane: gradient and weight come down to a ring in host memory, the worker pool updates them against the state
+//! where it lives, and the weight goes up again.
+
+use super::dispatcher::drain;
+use super::job::{Chunk, Gradient, Offload, Planes, Recipe, Sum};
+use super::report::{Landed, LaneTotals};
+use crate::device::{Device, DeviceCopy, Stream, TABLE_ENTRY_BYTES};
+use crate::engine::chunk::{self, next_len};
+use crate::engine::slot::{KeptMut, MomentRun, MomentsMut, PlanesMut};
+use crate::engine::views::{GradView, WeightView};
+use crate::error::{Error, Result};
+use crate::kernel::{GradDType, GradSlice, Isa, MomentDType, WeightKind, accumulate};
+use crate::memory::{Element, HostRing, HostSpan};
+use crate::pool::{WorkerPool, attempt};
+use half::{bf16, f16};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Elements of the pieces that workers take: small enough for a chunk's last pieces to even out over the threads.
+const PIECE_ELEMS: usize = 64 * 1024;
+/// The lane's name in a timeline.
+const LANE: &str = "cpu lane";
+/// Elements of a gradient that is kept as it is, at once.
+const KEPT_ELEMS: usize = 8 << 20;
+/// Where tensors start in a slot of the ring.
+const ALIGNMENT: usize = 64;
+
+/// A piece that a worker could not update.
+#[derive(Clone, Debug)]
+pub(super) struct Broken {
+    pub(super) slot: usize,
+    pub(super) name: Arc<str>,
+    pub(super) first: usize,
+    pub(super) len: usize,
+    pub(super) cause: String,
+}
+
+/// Says that the workers are done with a slot of the ring.
+#[derive(Debug)]
+pub(super) struct Computed {
+    slot: usize,
+    chunks: Vec<Chunk>,
+    pub(super) broken: Vec<Broken>,
+}
+
+impl Computed {
+    pub(super) fn elements(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.len).sum()
+    }
+}
+
+/// How to tell the dispatcher: called by the worker that finishes last.
+pub(super) type Tell = Arc<dyn Fn(Computed) + Send + Sync>;
+
+#[derive(Debug)]
+struct InFlight {
+    job: u64,
+    elements: usize,
+    began: f64,
+    /// The weights and gradients on the device, and (until the workers have them) the planes.
+    chunks: Vec<Chunk>,
+    /// Instead of them, a gradient that goes to host memory.
+    offload: Option<Offload>,
+    /// What the device reads or writes in the ring, kept until it is done.
+    lent: Vec<HostSpan>,
+}
+
+#[derive(Debug)]
+struct Slot<D: Device> {
+    down: D::Event,
+    up: D::Event,
+    work: Option<InFlight>,
+}
+
+/// The CPU lane of one device.
+#[derive(Debug)]
+pub(super) struct HostLane<D: Device> {
+    slots: Vec<Slot<D>>,
+    ring: HostRing,
+    tables: HostRing,
+    slot_bytes: usize,
+    free: Vec<usize>,
+    downloading: VecDeque<usize>,
+    uploading: VecDeque<usize>,
+    chunk_elems: usize,
+    pub(super) totals: LaneTotals,
+}
+
+/// What a worker needs of the outside.
+#[derive(Clone)]
+pub(super) struct Workers {
+    pub(super) pool: Arc<WorkerPool>,
+    pub(super) isa: Isa,
+    pub(super) tell: Tell,
+    /// For tests: a slot and an element whose piece panics.
+    pub(super) fail_at: Arc<Mutex<Vec<(usize, usize)>>>,
+}
+
+impl<D: Device> HostLane<D> {
+    /// A lane over a ring of slots; `tables` has a slot for each.
+    pub(super) fn new(
+        device: &D,
+        ring: HostRing,
+        slots: usize,
+        slot_bytes: usize,
+        chunk_elems: usize,
+        tables: HostRing,
+    ) -> Result<Self> {
+        let free = (0..slots).rev().collect();
+        let slots = (0..slots)
+            .map(|_| Ok(Slot { down: device.event()?, up: device.event()?, work: None }))
+            .collect::<Result<_>>()?;
+        let (downloading, uploading, totals) = (VecDeque::new(), VecDeque::new(), LaneTotals::default());
+        Ok(Self { slots, ring, tables, slot_bytes, free, downloading, uploading, chunk_elems, totals })
+    }
+
+    pub(super) fn ring_bytes(&self) -> usize {
+        self.ring.bytes() + self.tables.bytes()
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        !self.free.is_empty()
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// How many elements of a chunk to take at once.
+    pub(super) fn chunk_len(&self, chunk: &Chunk) -> usize {
+        let live = (chunk.live_bytes() / chunk.len.max(1)).max(1);
+        let fits = self.slot_bytes.saturating_sub(2 * ALIGNMENT) / live / ALIGNMENT * ALIGNMENT;
+        chunk.len.min(self.chunk_elems).min(fits.max(ALIGNMENT))
+    }
+
+    /// Whether a bundle fits into a slot.
+    pub(super) fn takes_bundle(&self, chunks: &[Chunk]) -> bool {
+        let bytes = |chunk: &Chunk| chunk.live_bytes() + 2 * ALIGNMENT;
+        chunks.iter().map(bytes).sum::<usize>() <= self.slot_bytes
+    }
+
+    /// Starts bringing weights and gradients of chunks (several: tiny parameters, whole) down. The lane has room.
+    ///
+    /// After a failure, too, the memory stays in flight until all that was given to the stream is over; if nobody can say
+    /// when that is, `lost` says so.
+    pub(super) fn start(
+        &mut self,
+        device: &D,
+        job: u64,
+        chunks: Vec<Chunk>,
+        now: f64,
+        lost: &mut Option<Error>,
+    ) -> Result<()> {
+        let slot = self.free.pop().expect("the caller has asked for room");
+        let elements = chunks.iter().map(|chunk| chunk.len).sum();
+        let down = chunks.iter().map(Chunk::live_bytes).sum();
+        let up = chunks.iter().map(|chunk| chunk.weight.len()).sum();
+        self.totals.begin(self.in_flight() == 1, now);
+        self.totals.count(elements, up, down);
+        let mut work = InFlight { job, elements, began: now, chunks, offload: None, lent: Vec::new() };
+        let given = self.download(device, slot, &mut work);
+        let over = mark(device, &self.slots[slot].down, Stream::Down, lost);
+        self.slots[slot].work = Some(work);
+        self.downloading.push_back(slot);
+        given.and(over)
+    }
+
+    /// How many elements of a gradient to take at once.
+    pub(super) fn offload_len(&self, offload: &Offload) -> usize {
+        let fits = match offload.sum {
+            Sum::Keep => KEPT_ELEMS,
+            Sum::Set | Sum::Add => self.slot_bytes / offload.grad_dtype.bytes() / ALIGNMENT * ALIGNMENT,
+        };
+        offload.len.min(self.chunk_elems).min(fits)
+    }
+
+    /// Starts bringing a run of a gradient down. As [`Self::start`].
+    pub(super) fn start_offload(
+        &mut self,
+        device: &D,
+        job: u64,
+        offload: Offload,
+        now: f64,
+        lost: &mut Option<Error>,
+    ) -> Result<()> {
+        let slot = self.free.pop().expect("the caller has asked for room");
+        self.totals.begin(self.in_flight() == 1, now);
+        self.totals.bytes_out += offload.grad.len() as u64;
+        let mut lent = Vec::new();
+        let given = if offload.sum == Sum::Keep {
+            device.copy_out(&offload.to, &offload.grad, Stream::Down)
+        } else {
+            let mut memory = self.ring.lend(slot).expect("a free slot's memory is free");
+            let here = place(&mut memory, offload.grad.len());
+            let given = device.copy_out(&here, &offload.grad, Stream::Down);
+            lent.push(here);
+            given
+        };
+        let over = mark(device, &self.slots[slot].down, Stream::Down, lost);
+        let elements = offload.len;
+        let work = InFlight { job, elements, began: now, chunks: Vec::new(), offload: Some(offload), lent };
+        self.slots[slot].work = Some(work);
+        self.downloading.push_back(slot);
+        given.and(over)
+    }
+
+    fn download(&mut self, device: &D, slot: usize, work: &mut InFlight) -> Result<()> {
+        let mut memory = self.ring.lend(slot).expect("a free slot's memory is free");
+        let is_single = work.chunks.len() == 1;
+        let mut copies = Vec::with_capacity(2 * work.chunks.len());
+        for chunk in &mut work.chunks {
+            let here = place(&mut memory, chunk.weight.len());
+            if is_single {
+                device.copy_out(&here, &chunk.weight, Stream::Down)?;
+            }
+            copies.push(DeviceCopy { to: here.address(), from: chunk.weight.address(), bytes: here.len() });
+            work.lent.push(here);
+            match &mut chunk.grad {
+                Gradient::Device(grad) => {
+                    let here = place(&mut memory, grad.len());
+                    if is_single {
+                        device.copy_out(&here, grad, Stream::Down)?;
+                    }
+                    copies.push(DeviceCopy { to: here.address(), from: grad.address(), bytes: here.len() });
+                    work.lent.push(here);
+                }
+                // It is where the workers want it.
+                Gradient::Host(grad) => work.lent.push(grad.split_front(grad.len())),
+            }
+        }
+        if is_single {
+            return Ok(());
+        }
+        let mut table = self.tables.lend(slot).expect("a free slot's table is free");
+        let result = device.copy_many(&mut table, &copies, Stream::Down);
+        work.lent.push(table);
+        result
+    }
+
+    /// Hands what has come down to the workers, and reports chunks whose weights are up again.
+    pub(super) fn poll(
+        &mut self,
+        device: &D,
+        workers: &Workers,
+        now: f64,
+        is_lost: impl Fn(u64) -> bool,
+        landed: &mut Vec<Landed>,
+    ) -> Result<bool> {
+        let mut progress = false;
+        while let Some(&slot) = self.downloading.front() {
+            if !device.is_done(&self.slots[slot].down)? {
+                break;
+            }
+            self.downloading.pop_front();
+            progress = true;
+            let work = self.slots[slot].work.as_mut().expect("a busy slot has work");
+            let lent = std::mem::take(&mut work.lent);
+            if is_lost(work.job) {
+                // Half of it failed to start, or another chunk of the parameter did: nothing of it is to go up.
+                drop(lent);
+                self.finish(slot, now, false, landed);
+                continue;
+            }
+            match &mut work.offload {
+                Some(offload) if offload.sum == Sum::Keep => self.finish(slot, now, false, landed),
+                Some(offload) => add_up(slot, offload, lent, workers)?,
+                None => compute(slot, std::mem::take(&mut work.chunks), lent, workers)?,
+            }
+        }
+        while let Some(&slot) = self.uploading.front() {
+            if !device.is_done(&self.slots[slot].up)? {
+                break;
+            }
+            self.uploading.pop_front();
+            progress = true;
+            self.finish(slot, now, true, landed);
+        }
+        Ok(progress)
+    }
+
+    fn finish(&mut self, slot: usize, now: f64, issued: bool, landed: &mut Vec<Landed>) {
+        let InFlight { job, elements, began, .. } = self.slots[slot].work.take().expect("a busy slot has work");
+        self.free.push(slot);
+        self.totals.end(self.in_flight() == 0, now);
+        landed.push(Landed { job, elements, began, issued, lane: LANE });
+    }
+
+    /// The job of a slot that the workers are done with.
+    pub(super) fn job_of(&self, computed: &Computed) -> u64 {
+        self.slots[computed.slot].work.as_ref().expect("a busy slot has work").job
+    }
+
+    /// Ends a slot whose gradient the workers have added up; `None` if it has weights to send up.
+    pub(super) fn end_offload(&mut self, computed: &Computed, now: f64) -> Option<Landed> {
+        self.slots[computed.slot].work.as_ref().filter(|work| work.offload.is_some())?;
+        let mut landed = Vec::new();
+        self.finish(computed.slot, now, false, &mut landed);
+        landed.pop()
+    }
+
+    /// Sends the weights of a computed slot up, but for those with broken pieces. `lost` as for [`Self::start`].
+    pub(super) fn upload(&mut self, device: &D, computed: Computed, lost: &mut Option<Error>) -> Result<()> {
+        let Computed { slot, chunks, broken } = computed;
+        let work = self.slots[slot].work.as_mut().expect("a busy slot has work");
+        work.chunks = chunks;
+        let is_broken = |chunk: &Chunk| broken.iter().any(|broken| broken.slot == chunk.recipe.slot);
+        // The pieces are back: the whole slot can be lent again, cut in the same way.
+        let mut memory = self.ring.lend(slot).expect("the workers have given the memory back");
+        let mut up = Vec::with_capacity(work.chunks.len());
+        for chunk in &work.chunks {
+            let weight = place(&mut memory, chunk.weight.len());
+            drop(place(&mut memory, chunk.grad.device_bytes()));
+            if !is_broken(chunk) {
+                up.push((weight, chunk));
+            }
+        }
+        let result = match &up[..] {
+            [] => Ok(()),
+            [(weight, chunk)] => device.copy_in(&chunk.weight, weight, Stream::Up),
+            up => {
+                let copy = |(weight, chunk): &(HostSpan, &Chunk)| DeviceCopy {
+                    to: chunk.weight.address(),
+                    from: weight.address(),
+                    bytes: weight.len(),
+                };
+                let copies: Vec<DeviceCopy> = up.iter().map(copy).collect();
+                let mut table = self.tables.lend(slot).expect("the table's last use is over");
+                let result = device.copy_many(&mut table, &copies, Stream::Up);
+                work.lent.push(table);
+                result
+            }
+        };
+        work.lent.extend(up.into_iter().map(|(weight, _)| weight));
+        self.uploading.push_back(slot);
+        let over = mark(device, &self.slots[slot].up, Stream::Up, lost);
+        result.and(over)
+    }
+
+    /// As [`super::gpu::GpuLane::abandon`]; what the workers have comes back through their message all the same.
+    pub(super) fn abandon(&mut self) -> Vec<Landed> {
+        let mut lost = Vec::new();
+        let uploading = std::mem::take(&mut self.uploading);
+        for (slot, issued) in
+            self.downloading.drain(..).map(|slot| (slot, false)).chain(uploading.into_iter().map(|slot| (slot, true)))
+        {
+            let work = self.slots[slot].work.take().expect("a busy slot has work");
+            lost.push(Landed { job: work.job, elements: work.elements, began: work.began, issued, lane: LANE });
+            std::mem::forget(work);
+        }
+        lost
+    }
+
+    /// Takes back a slot from the workers after the device has failed.
+    pub(super) fn give_up(&mut self, computed: &Computed) -> Landed {
+        let work = self.slots[computed.slot].work.take().expect("a busy slot has work");
+        Landed { job: work.job, elements: work.elements, began: work.began, issued: false, lane: LANE }
+    }
+}
+
+/// Marks a stream, or waits for it.
+fn mark<D: Device>(device: &D, event: &D::Event, stream: Stream, lost: &mut Option<Error>) -> Result<()> {
+    let marked = device.record(event, stream);
+    if marked.is_err()
+        && let Err(error) = drain(device, &[stream])
+    {
+        lost.get_or_insert(error);
+    }
+    marked
+}
+
+/// Bytes of a table for the copies of a bundle.
+pub(super) fn table_bytes() -> usize {
+    2 * super::job::BUNDLE_PARTS * TABLE_ENTRY_BYTES
+}
+
+/// The next `bytes` bytes of a slot, on a line of their own.
+fn place(memory: &mut HostSpan, bytes: usize) -> HostSpan {
+    let here = memory.split_front(bytes);
+    let padding = memory.address().next_multiple_of(ALIGNMENT) - memory.address();
+    drop(memory.split_front(padding.min(memory.len())));
+    here
+}
+
+/// One worker's share.
+struct Piece {
+    recipe: Recipe,
+    first: usize,
+    len: usize,
+    weight: HostSpan,
+    grad: HostSpan,
+    planes: Planes<HostSpan>,
+}
+
+/// Cuts a slot's work into pieces and hands them to the pool. `lent` holds weight and gradient of each chunk, in turn.
+fn compute(slot: usize, mut chunks: Vec<Chunk>, lent: Vec<HostSpan>, workers: &Workers) -> Result<()> {
+    let mut pieces: Vec<Vec<Piece>> = Vec::new();
+    let mut open = 0;
+    let mut lent = lent.into_iter();
+    for chunk in &mut chunks {
+        let (Some(mut weight), Some(mut grad)) = (lent.next(), lent.next()) else { break };
+        let Recipe { weight_kind, grad_dtype, moments, .. } = chunk.recipe;
+        let mut done = 0;
+        while done < chunk.len {
+            let len = next_len(chunk.first + done, chunk.len - done, PIECE_ELEMS);
+            let planes = &mut chunk.planes;
+            let moment = len * moments.bytes();
+            let kept = len * weight_kind.kept_bytes();
+            let piece = Piece {
+                recipe: chunk.recipe.clone(),
+                first: chunk.first + done,
+                len,
+                weight: weight.split_front(len * weight_kind.live_bytes()),
+                grad: grad.split_front(len * grad_dtype.bytes()),
+                planes: Planes {
+                    exp_avg: planes.exp_avg.split_front(moment),
+                    exp_avg_sq: planes.exp_avg_sq.split_front(moment),
+                    max_exp_avg_sq: planes.max_exp_avg_sq.as_mut().map(|plane| plane.split_front(moment)),
+                    kept: planes.kept.as_mut().map(|plane| plane.split_front(kept)),
+                },
+            };
+            // Tiny ones share an item of work.
+            if open + len > PIECE_ELEMS || pieces.is_empty() {
+                pieces.push(Vec::new());
+                open = 0;
+            }
+            open += len;
+            pieces.last_mut().expect("one was pushed").push(piece);
+            done += len;
+        }
+    }
+    drop(lent);
+    let shared = Arc::new(Shared {
+        slot,
+        left: std::sync::atomic::AtomicUsize::new(pieces.len().max(1)),
+        chunks: Mutex::new(chunks),
+        broken: Mutex::default(),
+        tell: Arc::clone(&workers.tell),
+    });
+    if pieces.is_empty() {
+        shared.done();
+        return Ok(());
+    }
+    for pieces in pieces {
+        let (shared, isa, fail_at) = (Arc::clone(&shared), workers.isa, Arc::clone(&workers.fail_at));
+        workers.pool.spawn(move || {
+            for piece in pieces {
+                shared.run(piece, isa, &fail_at);
+            }
+            shared.done();
+        })?;
+    }
+    Ok(())
+}
+
+/// Cuts a gradient that has come down into pieces and lets the pool add them to the sum.
+fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, workers: &Workers) -> Result<()> {
+    let mut pieces = Vec::new();
+    if let Some(mut grad) = lent.into_iter().next() {
+        let bytes = offload.grad_dtype.bytes();
+        while !grad.is_empty() {
+            let len = (grad.len() / bytes).min(PIECE_ELEMS);
+            pieces.push((grad.split_front(len * bytes), offload.to.split_front(len * 4)));
+        }
+    }
+    let shared = Arc::new(Shared {
+        slot,
+        left: std::sync::atomic::AtomicUsize::new(pieces.len().max(1)),
+        chunks: Mutex::default(),
+        broken: Mutex::default(),
+        tell: Arc::clone(&workers.tell),
+    });
+    if pieces.is_empty() {
+        shared.done();
+        return Ok(());
+    }
+    for (mut grad, mut to) in pieces {
+        let (shared, isa, of, name) = (Arc::clone(&shared), workers.isa, offload.slot, Arc::clone(&offload.name));
+        let (dtype, sum) = (offload.grad_dtype, offload.sum);
+        workers.pool.spawn(move || {
+            let work = || {
+                let grad = match dtype {
+                    GradDType::F32 => GradSlice::F32(grad.as_mut_slice()),
+                    GradDType::Bf16 => GradSlice::Bf16(grad.as_mut_slice()),
+                    GradDType::F16 => GradSlice::F16(grad.as_mut_slice()),
+                };
+                accumulate(isa, grad, sum == Sum::Add, to.as_mut_slice());
+            };
+            if let Err(cause) = attempt(work) {
+                let broken = Broken { slot: of, name, first: 0, len: 0, cause };
+                shared.broken.lock().unwrap_or_else(PoisonError::into_inner).push(broken);
+            }
+            drop((grad, to));
+            shared.done();
+        })?;
+    }
+    Ok(())
+}
+
+/// What the pieces of one slot share.
+struct Shared {
+    slot: usize,
+    left: std::sync::atomic::AtomicUsize,
+    chunks: Mutex<Vec<Chunk>>,
+    broken: Mutex<Vec<Broken>>,
+    tell: Tell,
+}
+
+impl Shared {
+    fn run(&self, piece: Piece, isa: Isa, fail_at: &Mutex<Vec<(usize, usize)>>) {
+        let (slot, name, first, len) = (piece.recipe.slot, Arc::clone(&piece.recipe.name), piece.first, piece.len);
+        let fails = {
+            let mut wanted = fail_at.lock().unwrap_or_else(PoisonError::into_inner);
+            let hit = wanted.iter().position(|&(at, element)| at == slot && (first..first + len).contains(&element));
+            hit.map(|hit| wanted.swap_remove(hit)).is_some()
+        };
+        let work = || {
+            assert!(!fails, "failure asked for by a test");
+            piece.run(isa);
+        };
+        if let Err(cause) = attempt(work) {
+            let broken = Broken { slot, name, first, len, cause };
+            self.broken.lock().unwrap_or_else(PoisonError::into_inner).push(broken);
+        }
+    }
+
+    fn done(&self) {
+        if self.left.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) == 1 {
+            let chunks = std::mem::take(&mut *self.chunks.lock().unwrap_or_else(PoisonError::into_inner));
+            let broken = std::mem::take(&mut *self.broken.lock().unwrap_or_else(PoisonError::into_inner));
+            (self.tell)(Computed { slot: self.slot, chunks, broken });
+        }
+    }
+}
+
+impl Piece {
+    fn run(mut self, isa: Isa) {
+        let Self { recipe, first, len, weight, grad, planes } = &mut self;
+        let weight = match recipe.weight_kind {
+            WeightKind::F32 => WeightView::from(weight.as_mut_slice::<f32>()),
+            WeightKind::Bf16Split | WeightKind::Bf16Full => WeightView::from(weight.as_mut_slice::<bf16>()),
+            WeightKind::F16Full => WeightView::from(weight.as_mut_slice::<f16>()),
+        };
+        let grad = match recipe.grad_dtype {
+            GradDType::F32 => GradView::from(&*grad.as_mut_slice::<f32>()),
+            GradDType::Bf16 => GradView::from(&*grad.as_mut_slice::<bf16>()),
+            GradDType::F16 => GradView::from(&*grad.as_mut_slice::<f16>()),
+        };
+        let Planes { exp_avg, exp_avg_sq, max_exp_avg_sq, kept } = planes;
+        let moments = match recipe.moments {
+            MomentDType::F32 => MomentsMut::F32(run(exp_avg, exp_avg_sq, max_exp_avg_sq)),
+            MomentDType::Bf16 => MomentsMut::Bf16(run(exp_avg, exp_avg_sq, max_exp_avg_sq)),
+        };
+        let kept = match (recipe.weight_kind, kept) {
+            (WeightKind::Bf16Split, Some(kept)) => KeptMut::Residual(kept.as_mut_slice()),
+            (WeightKind::Bf16Full | WeightKind::F16Full, Some(kept)) => KeptMut::Master(kept.as_mut_slice()),
+            _ => KeptMut::Nothing,
+        };
+        let planes = PlanesMut { moments, kept };
+        let (constants, noise) = (recipe.constants, recipe.noise);
+        let piece = chunk::Chunk { update: 0, first: *first, len: *len, weight, grad, planes, constants, noise };
+        piece.run(isa, recipe.grad_scale);
+    }
+}
+
+fn run<'a, T: Element>(
+    exp_avg: &'a mut HostSpan,
+    exp_avg_sq: &'a mut HostSpan,
+    max_exp_avg_sq: &'a mut Option<HostSpan>,
+) -> MomentRun<'a, T> {
+    let max = max_exp_avg_sq.as_mut().map(HostSpan::as_mut_slice);
+    MomentRun::new(exp_avg.as_mut_slice(), exp_avg_sq.as_mut_slice(), max)
+}

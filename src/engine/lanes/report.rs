@@ -1,0 +1,77 @@
+//! What lanes tell: chunks that have landed, and totals for `stats()`.
+
+/// Elements of a job whose update is complete, on the device and at home.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Landed {
+    pub(super) job: u64,
+    pub(super) elements: usize,
+    /// When the chunk was given to its lane, in seconds since the engine started.
+    pub(super) began: f64,
+    /// Whether it has been counted as issued.
+    pub(super) issued: bool,
+    /// The lane's name.
+    pub(super) lane: &'static str,
+}
+
+/// What one lane has done since the engine started.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LaneTotals {
+    /// Chunks updated, a bundle of tiny parameters counting as one.
+    pub chunks: u64,
+    /// Elements updated.
+    pub elements: u64,
+    /// Bytes copied to the device.
+    pub bytes_in: u64,
+    /// Bytes copied from the device.
+    pub bytes_out: u64,
+    /// Seconds in which at least one chunk was in flight.
+    pub seconds: f64,
+    busy_since: f64,
+}
+
+impl LaneTotals {
+    pub(super) fn begin(&mut self, was_idle: bool, now: f64) {
+        if was_idle {
+            self.busy_since = now;
+        }
+    }
+
+    pub(super) fn end(&mut self, is_idle: bool, now: f64) {
+        if is_idle {
+            self.seconds += now - self.busy_since;
+        }
+    }
+
+    pub(super) fn count(&mut self, elements: usize, bytes_in: usize, bytes_out: usize) {
+        self.chunks += 1;
+        self.elements += elements as u64;
+        self.bytes_in += bytes_in as u64;
+        self.bytes_out += bytes_out as u64;
+    }
+}
+
+/// What the engine of one device has done, and what it holds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LaneStats {
+    /// The GPU lane.
+    pub gpu: LaneTotals,
+    /// The CPU lane.
+    pub cpu: LaneTotals,
+    /// Elements updated whose state is on the device.
+    pub resident_elements: u64,
+    /// Device memory of the ring.
+    pub device_ring_bytes: usize,
+    /// Pinned host memory of rings and tables.
+    pub host_ring_bytes: usize,
+    /// Gradient bytes accepted and not landed, now and at most.
+    pub waiting_bytes: (usize, usize),
+    /// Jobs accepted and not landed, now and at most.
+    pub queue: (usize, usize),
+    /// Chunks in flight at most, in the GPU lane and in the CPU lane.
+    pub in_flight: (usize, usize),
+    /// Seconds from the latest `drain` mark to the last weight issued after it.
+    pub issue_seconds: f64,
+}
+
+/// A stretch of one lane's work, for a picture of a step: track, label, start and end in seconds since the engine started.
+pub type Stretch = (&'static str, String, f64, f64);

@@ -1,0 +1,12 @@
+//! The engine over a simulated device: the host's bits, exactly once, in order, and to the end whatever fails.
+
+mod bits;
+mod drops;
+mod events;
+mod failures;
+mod order;
+mod repeats;
+mod rig;
+mod tools;
+mod totals;
+mod watched;

@@ -1,0 +1,199 @@
+"""What the tests of lanes share: devices with lanes, and twins in host memory that say what is right.
+
+A test that takes the fixture `lanes_device` runs on a device made of host memory, and on CUDA where there is one. Bits
+are compared with the host optimizer's on the same gradients. A twin of a model computes these by itself, on the same
+device (CUDA's forward differs from the CPU's) and from its own weights: a forward that reads a weight too early has
+other gradients, which the twin does not share.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import outboard
+from oracle import assert_same
+from outboard._lanes import LaneOptions
+from outboard._pending import PendingParameter
+
+#: What changes bits, and so goes to the twin too.
+NUMERIC = {
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "max_grad_norm",
+    "compute_grad_norm",
+    "nonfinite",
+    "state_dtype",
+    "master",
+    "seed",
+}
+
+
+@contextmanager
+def host_only() -> Iterator[None]:
+    """Let optimizers that are made here update host memory as such."""
+    seed, LaneOptions.simulate = LaneOptions.simulate, None
+    try:
+        yield
+    finally:
+        LaneOptions.simulate = seed
+
+
+class LanesDevice:
+    """A device whose parameters are updated by lanes."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.device.type == "cpu"
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, of the same strides."""
+        return tensor.detach().clone().to(self.device)
+
+    def parameter(self, values: torch.Tensor) -> torch.nn.Parameter:
+        return torch.nn.Parameter(self.put(values))
+
+
+def is_pending(parameter: torch.Tensor) -> bool:
+    """Whether whoever reads a parameter has to wait."""
+    return type(parameter) is PendingParameter
+
+
+def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient without touching the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def set_grad(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Set a gradient of any dtype."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if grad is not None and grad.dtype is not parameter.dtype:
+            parameter.grad_dtype = None
+        parameter.grad = grad
+
+
+class Twin:
+    """Copies of parameters in host memory, with a host optimizer over them."""
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        cls: type[torch.optim.Optimizer] = outboard.AdamW,
+        **options: Any,
+    ) -> None:
+        self.originals = list(params)
+        self.params = [torch.nn.Parameter(p.detach().cpu().clone(), p.requires_grad) for p in self.originals]
+        with host_only():
+            self.optimizer = cls(self.params, threads=1, **{k: v for k, v in options.items() if k in NUMERIC})
+
+    def step(self, grads: Iterable[torch.Tensor | None] | None = None) -> None:
+        """Step with copies of gradients, by default those that the originals have now."""
+        grads = [plain_grad(p) for p in self.originals] if grads is None else list(grads)
+        for p, grad in zip(self.params, grads, strict=True):
+            set_grad(p, None if grad is None else grad.detach().cpu().clone())
+        self.optimizer.step()
+
+    def check_weights(self, what: str = "") -> None:
+        for number, (p, twin) in enumerate(zip(self.originals, self.params, strict=True)):
+            assert_same(p.detach().cpu(), twin, f"{what} weight {number}, {tuple(p.shape)} {p.dtype}")
+
+    def check(self, optimizer: torch.optim.Optimizer, what: str = "") -> None:
+        """Fail unless the weights and all state are the twin's, bit for bit."""
+        self.check_weights(what)
+        for number, (p, twin) in enumerate(zip(self.originals, self.params, strict=True)):
+            if twin not in self.optimizer.state:
+                continue
+            wanted, got = self.optimizer.state[twin], optimizer.state[p]
+            assert got.keys() == wanted.keys()
+            for name, value in wanted.items():
+                if name == "step":
+                    assert float(got[name]) == float(value), f"{what} step of {number}"
+                else:
+                    assert_same(got[name].cpu(), value, f"{what} {name} of {number}")
+
+
+class TwinModel:
+    """A copy of a model on its device, stepped by a host optimizer; computes gradients by itself."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cls: type[torch.optim.Optimizer] = outboard.AdamW,
+        *,
+        equal: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        """Copy a model, or take over one that is equal."""
+        self.original = model
+        self.model = copy.deepcopy(model) if equal is None else equal
+        self.twin = Twin(self.model.parameters(), cls, **options)
+        self.twin.originals = list(model.parameters())
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.twin.optimizer
+
+    def step(self) -> None:
+        """Step with the gradients of the copy, and drop them."""
+        self.twin.step([p.grad for p in self.model.parameters()])
+        self.copy_back()
+        self.model.zero_grad()
+
+    def copy_back(self) -> None:
+        with torch.no_grad():
+            for p, twin in zip(self.model.parameters(), self.twin.params, strict=True):
+                p.copy_(twin)
+
+    def check_weights(self, what: str = "") -> None:
+        self.twin.check_weights(what)
+
+    def check(self, optimizer: torch.optim.Optimizer, what: str = "") -> None:
+        self.twin.check(optimizer, what)
+
+
+class Layer(torch.nn.Module):
+    """A layer whose output and gradients depend on every element of its weight."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter((torch.randn(shape) * 0.5).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.weight.float()
+        return torch.tanh(x + (w * w * 0.01).sum() + w.sum() * 1e-3)
+
+
+class Stack(torch.nn.Sequential):
+    """Layers of given numbers of elements, one after another."""
+
+    def __init__(self, *sizes: int, dtype: torch.dtype | Callable[[int], torch.dtype] = torch.float32) -> None:
+        dtype_of = dtype if callable(dtype) else lambda _: dtype
+        super().__init__(*(Layer(size, dtype=dtype_of(number)) for number, size in enumerate(sizes)))
+
+    def loss(self, step: int = 0) -> torch.Tensor:
+        """Another function at each step."""
+        device = self[0].weight.device
+        return (self(torch.full((3,), 0.1 * (step % 7) - 0.3, device=device)) * (1 + step % 3)).sum()
+
+
+def train(model: Stack, optimizer: torch.optim.Optimizer, twin: TwinModel, steps: int, first: int = 0) -> None:
+    """Train a model and its twin side by side; nothing is read in between."""
+    for step in range(first, first + steps):
+        model.loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for step in range(first, first + steps):
+        twin.model.loss(step).backward()
+        twin.step()

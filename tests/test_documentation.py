@@ -1,0 +1,43 @@
+"""The Python in README and docs runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from outboard._lanes import LaneOptions
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NEEDS_A_GPU = "# needs a GPU"
+
+
+def blocks() -> list[object]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, block.start(1)) + 1
+            marks = [pytest.mark.cuda] if NEEDS_A_GPU in block[1] else []
+            # Line numbers in tracebacks are the page's.
+            code = "\n" * (line - 1) + block[1]
+            found.append(pytest.param(page, code, marks=marks, id=f"{page.name}:{line}"))
+    return found
+
+
+@pytest.mark.parametrize(("page", "code"), blocks())
+def test_block(page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(LaneOptions, "simulate", 7)
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})
+
+
+def test_there_are_blocks_and_links_lead_somewhere() -> None:
+    assert {parameters.values[0].name for parameters in blocks()} >= {"README.md", "gpu.md"}
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
