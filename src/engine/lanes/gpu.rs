@@ -2,7 +2,7 @@
 //! with copies both ways at once and the update between them; or read and written in place, in pinned host memory.
 
 use super::dispatcher::drain;
-use super::job::{Chunk, Planes};
+use super::parts::{Chunk, Planes};
 use super::report::{Landed, LaneTotals};
 use crate::device::{Device, DeviceUpdate, Stream};
 use crate::error::{Error, Result};

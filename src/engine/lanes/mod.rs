@@ -10,12 +10,15 @@ mod dispatcher;
 mod gpu;
 mod host;
 mod job;
+mod parts;
 mod report;
 #[cfg(test)]
 mod tests;
+mod workers;
 
 pub(super) use job::TINY_ELEMS;
-pub use job::{Gradient, Home, Offload, Order, Part, Planes, Recipe, Request, Sum};
+pub use job::{Order, Request};
+pub use parts::{Gradient, Home, Offload, Part, Planes, Recipe, Sum};
 pub use report::{LaneStats, LaneTotals, Stretch};
 
 use crate::device::{Device, DeviceGrad, Stream, TABLE_ENTRY_BYTES};
@@ -104,7 +107,7 @@ struct Progress<D: Device> {
 #[derive(Debug)]
 struct State<D: Device> {
     inbox: Vec<Job<D>>,
-    computed: Vec<host::Computed>,
+    computed: Vec<workers::Computed>,
     progress: HashMap<usize, Progress<D>>,
     failures: Vec<(usize, Failure)>,
     /// Slots half updated: their updates fail until they are healed.
@@ -255,7 +258,7 @@ impl<D: Device> Engine<D> {
             started,
         });
         let fail_at: Arc<Mutex<Vec<(usize, usize)>>> = Arc::default();
-        let tell: host::Tell = {
+        let tell: workers::Tell = {
             // Weak: a message that comes after everything is over is for nobody, and must not keep the engine's memory.
             let shared = Arc::downgrade(&shared);
             Arc::new(move |computed| {
@@ -265,7 +268,7 @@ impl<D: Device> Engine<D> {
                 }
             })
         };
-        let workers = host::Workers { pool, isa, tell, fail_at: Arc::clone(&fail_at) };
+        let workers = workers::Workers { pool, isa, tell, fail_at: Arc::clone(&fail_at) };
         let (ending, over) = std::sync::mpsc::channel();
         let dispatcher = Dispatcher::new(
             Arc::clone(&device),
