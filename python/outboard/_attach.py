@@ -402,26 +402,32 @@ class Attachment:
                         "a parameter group's settings (lr, betas, ...) changed between backward and step(), after they "
                         "had been used: change them after step(), as torch's schedulers do, or use eager=False"
                     )
-            for taken in self._taken.values():
-                if taken.grad is not None and (
-                    _plain_grad(taken.parameter) is not taken.grad or taken.grad._version != taken.version
-                ):
-                    name = opt._slots.name_of(taken.parameter)
-                    raise RuntimeError(
-                        f"{name}: its gradient was changed after the update in backward had used it (clipping, an "
-                        "averaging of gradients?): use max_grad_norm for clipping, or eager=False"
-                    )
-                if taken.grad is None and _plain_grad(taken.parameter) is not None:
-                    name = opt._slots.name_of(taken.parameter)
+            self._check_taken()
+        elif opt._eager == "auto" and not self._is_proven:
+            is_one_step = 0 < self._backwards <= opt._lanes.accumulation_steps and not scaled
+            self._is_proven = is_one_step and self._watched != {} and all(map(self._is_untouched, self._listed))
+
+    def _check_taken(self) -> None:
+        """Refuse gradients that are not what the updates in backward have used; let go of those that are."""
+        # Once around the loop: ten thousand parameters have ten thousand gradients.
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, used, version in self._taken.values():
+                grad = parameter.grad
+                if used is None and grad is not None:
+                    name = self._opt._slots.name_of(parameter)
                     raise RuntimeError(
                         f"{name}: it has another gradient, which came after the update in backward had used the first: "
                         "use eager=False"
                     )
-                if taken.grad is not None:
-                    _drop_grad(taken.parameter)
-        elif opt._eager == "auto" and not self._is_proven:
-            is_one_step = 0 < self._backwards <= opt._lanes.accumulation_steps and not scaled
-            self._is_proven = is_one_step and self._watched != {} and all(map(self._is_untouched, self._listed))
+                if used is None:
+                    continue
+                if grad is not used or used._version != version:
+                    name = self._opt._slots.name_of(parameter)
+                    raise RuntimeError(
+                        f"{name}: its gradient was changed after the update in backward had used it (clipping, an "
+                        "averaging of gradients?): use max_grad_norm for clipping, or eager=False"
+                    )
+                parameter.grad = None
 
     def _is_untouched(self, parameter: torch.Tensor) -> bool:
         if id(parameter) not in self._hooked:

@@ -325,10 +325,9 @@ class OffloadedOptimizer(Optimizer):
 
     def _adopt(self) -> None:
         """Take over state tensors that others have replaced; what has landed is compared only."""
-        if self._state:
-            # A foreign tensor is copied into its plane, which must not be in use.
-            if self._state.has_foreign():
-                self.synchronize()
+        if self._state.has_foreign():
+            # It is copied into its plane, which must not be in use.
+            self.synchronize()
             self._state.adopt()
 
     @_one_at_a_time
