@@ -970,6 +970,20 @@ def test_versions_make_a_stale_backward_fail(lanes_device) -> None:
             stale.backward()
 
 
+def test_gradients_that_wait_are_bounded(lanes_device) -> None:
+    """By `max_waiting_bytes`, to the byte: a gradient that would exceed it waits in its hook."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(300, 300, bias=False) for _ in range(8)]).to(lanes_device.device)
+    each = 300 * 300 * 4
+    opt = outboard.AdamW(model.parameters(), eager=True, threads=1, chunk_elems=2_000, max_waiting_bytes=2 * each + 8)
+    opt.attach(model)
+    for _ in range(5):
+        model(torch.randn(4, 300, device=lanes_device.device)).square().mean().backward()
+        opt.step()
+    opt.synchronize()
+    (device,) = opt.stats()["devices"].values()
+    assert each <= device["most_waiting_gradient_bytes"] <= 2 * each + 8
+
+
 def test_a_step_in_the_middle_of_threads_that_read(lanes_device) -> None:
     """A thread that saves or averages weights beside the training."""
     rig = Rig(lanes_device, 100_000, 700, 80_000)

@@ -141,7 +141,6 @@ class Attachment:
         self._end_of_backward = _EndOfBackward(self)
         self._handles: list[Any] = []
         self._hooked: dict[int, Any] = {}
-        self._models: list[weakref.ref[torch.nn.Module]] = []
         #: Each module's own parameters as they were when it was attached.
         self._owned: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
         #: Modules that have not been called: others read their weights, or nobody does.
@@ -179,7 +178,6 @@ class Attachment:
 
     def add(self, model: torch.nn.Module) -> None:
         """Put hooks on a model's modules and on the parameters that the optimizer has of it."""
-        self._models.append(weakref.ref(model))
         self.refresh()
         self.has_changed = False
         self.overlaps = self.overlaps and not _is_wrapped(model)

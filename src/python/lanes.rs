@@ -24,7 +24,8 @@ use std::time::Instant;
 pub(super) trait Lanes: Send + Sync {
     fn submit(&self, requests: Vec<Request>, stream: usize, bounded: bool) -> Result<f64>;
     fn wait(&self, slots: &[usize], stream: usize) -> Result<f64>;
-    fn would_wait(&self, slots: &[usize]) -> (bool, bool);
+    fn has_room(&self, requests: &[Request]) -> bool;
+    fn are_issued(&self, slots: &[usize]) -> bool;
     fn wait_on_host(&self, slots: &[usize]) -> Result<()>;
     fn synchronize(&self) -> Result<()>;
     fn take_failures(&self) -> Vec<(usize, Failure)>;
@@ -45,8 +46,11 @@ impl<D: Device> Lanes for Engine<D> {
     fn wait(&self, slots: &[usize], stream: usize) -> Result<f64> {
         Engine::wait(self, slots, stream)
     }
-    fn would_wait(&self, slots: &[usize]) -> (bool, bool) {
-        Engine::would_wait(self, slots)
+    fn has_room(&self, requests: &[Request]) -> bool {
+        Engine::has_room(self, requests)
+    }
+    fn are_issued(&self, slots: &[usize]) -> bool {
+        Engine::are_issued(self, slots)
     }
     fn wait_on_host(&self, slots: &[usize]) -> Result<()> {
         Engine::wait_on_host(self, slots)

@@ -143,11 +143,12 @@ pub(super) fn submit<'py>(core: &Bound<'py, Core>, begun: Begun<'py>) -> PyResul
     let Begun { submissions, left } = begun;
     let mut stalled = 0.0;
     for (engine, stream, requests) in submissions {
-        // Getting the interpreter back can take milliseconds: it is only let go where there is something to wait for.
-        stalled += if engine.would_wait(&[]).0 {
-            core.py().detach(|| engine.submit(requests, stream, true))?
-        } else {
+        // Getting the interpreter back can take milliseconds: it is only let go where there is something to wait for. Who
+        // submits to one optimizer takes turns (`_one_at_a_time` in Python), so the room is still there.
+        stalled += if engine.has_room(&requests) {
             engine.submit(requests, stream, false)?
+        } else {
+            core.py().detach(|| engine.submit(requests, stream, true))?
         };
     }
     core.borrow_mut().counts.hook_stall_seconds += stalled;
@@ -182,10 +183,10 @@ pub(super) fn order_after(core: &Bound<'_, Core>, parameters: Vec<Bound<'_, PyAn
     }
     let mut stalled = 0.0;
     for Wait { place, engine, stream, slots } in waits {
-        stalled += if engine.would_wait(&slots).1 {
-            py.detach(|| engine.wait(&slots, stream))?
-        } else {
+        stalled += if engine.are_issued(&slots) {
             engine.wait(&slots, stream)?
+        } else {
+            py.detach(|| engine.wait(&slots, stream))?
         };
         if place == Place::Simulated {
             // Those who read it next do so at once.

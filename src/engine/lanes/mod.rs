@@ -121,6 +121,13 @@ struct State<D: Device> {
     timeline: Vec<Stretch>,
 }
 
+impl<D: Device> State<D> {
+    /// Whether so many more gradient bytes may wait; one gradient is always let in.
+    fn has_room(&self, bytes: usize, most: usize) -> bool {
+        self.waiting_bytes == 0 || self.waiting_bytes + bytes <= most
+    }
+}
+
 /// What the callers' threads, the workers and the dispatcher share.
 struct Shared<D: Device> {
     state: Mutex<State<D>>,
@@ -329,7 +336,7 @@ impl<D: Device> Engine<D> {
         let jobs = job::jobs::<D>(requests, &ready, stream, self.limits);
         let bytes: usize = jobs.iter().map(|job| job.grad_bytes).sum();
         let most = self.options.max_waiting_bytes;
-        let has_room = |state: &State<D>| !bounded || state.waiting_bytes == 0 || state.waiting_bytes + bytes <= most;
+        let has_room = |state: &State<D>| !bounded || state.has_room(bytes, most);
         let (stalled, mut state) = self.shared.wait_until(has_room);
         for member in jobs.iter().flat_map(|job| &job.slots) {
             let fresh = || Progress { unissued: 0, unlanded: 0, events: Vec::new() };
@@ -360,11 +367,16 @@ impl<D: Device> Engine<D> {
         Ok(stalled)
     }
 
-    /// Whether [`Self::submit`] would wait for room, and [`Self::wait`] for these slots to be issued.
-    pub fn would_wait(&self, slots: &[usize]) -> (bool, bool) {
+    /// Whether a bounded [`Self::submit`] of these would not wait.
+    pub fn has_room(&self, requests: &[Request]) -> bool {
+        let bytes = requests.iter().map(|request| request.order.grad_bytes()).sum();
+        self.shared.lock().has_room(bytes, self.options.max_waiting_bytes)
+    }
+
+    /// Whether [`Self::wait`] for these slots would not wait on the host.
+    pub fn are_issued(&self, slots: &[usize]) -> bool {
         let state = self.shared.lock();
-        let unissued = |slot| state.progress.get(slot).is_some_and(|progress| progress.unissued > 0);
-        (state.waiting_bytes >= self.options.max_waiting_bytes, slots.iter().any(unissued))
+        slots.iter().all(|slot| state.progress.get(slot).is_none_or(|progress| progress.unissued == 0))
     }
 
     /// Waits until the weights of these slots are updated.
