@@ -2,11 +2,20 @@
 //! dropped and refuses to work in a fork. It knows nothing of parameters.
 
 use crate::error::{Error, Result};
+use crossbeam_deque::{Injector, Steal};
 use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long a thread looks for more of what [`WorkerPool::spawn_all`] hands in before it sleeps. To wake one costs who hands
+/// in some microseconds, and chunks come every few hundred.
+const LOOK_AROUND: Duration = Duration::from_micros(if cfg!(test) { 5 } else { 200 });
+
+type Task = Box<dyn FnOnce() + Send>;
 
 /// Threads that update chunks. May be shared by several optimizers.
 #[derive(Debug)]
@@ -14,7 +23,54 @@ pub struct WorkerPool {
     rayon: ManuallyDrop<rayon::ThreadPool>,
     /// rayon does not join its threads when a pool is dropped; these handles do.
     threads: Vec<JoinHandle<()>>,
+    tasks: Arc<Tasks>,
     process: u32,
+}
+
+/// What was handed in and returned from at once.
+#[derive(Debug, Default)]
+struct Tasks {
+    queue: Injector<Task>,
+    /// Threads that take from the queue.
+    takers: AtomicUsize,
+}
+
+impl Tasks {
+    /// Counts another thread in, if there are fewer than `most`.
+    fn join(&self, most: usize) -> bool {
+        let more = |takers| (takers < most).then_some(takers + 1);
+        self.takers.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more).is_ok()
+    }
+
+    /// A counted thread's work: takes tasks until none has come for a while.
+    fn take_all(&self, most: usize) {
+        loop {
+            let mut idle_since = None;
+            loop {
+                match self.queue.steal() {
+                    Steal::Success(task) => {
+                        idle_since = None;
+                        drop(attempt(task));
+                        // What `for_each` has broadcast has its turn.
+                        rayon::yield_local();
+                    }
+                    Steal::Retry => std::hint::spin_loop(),
+                    Steal::Empty => {
+                        if idle_since.get_or_insert_with(Instant::now).elapsed() > LOOK_AROUND {
+                            break;
+                        }
+                        (0..32).for_each(|_| std::hint::spin_loop());
+                        std::thread::yield_now();
+                    }
+                }
+            }
+            self.takers.fetch_sub(1, Ordering::SeqCst);
+            // Who handed something in just now may have counted on this thread.
+            if self.queue.is_empty() || !self.join(most) {
+                break;
+            }
+        }
+    }
 }
 
 impl WorkerPool {
@@ -36,7 +92,8 @@ impl WorkerPool {
             })
             .build()
             .map_err(|error| Error::Threads { threads, cause: error.to_string() })?;
-        Ok(Self { rayon: ManuallyDrop::new(pool), threads: handles, process: std::process::id() })
+        let tasks = Arc::default();
+        Ok(Self { rayon: ManuallyDrop::new(pool), threads: handles, tasks, process: std::process::id() })
     }
 
     /// Number of threads.
@@ -88,14 +145,24 @@ impl WorkerPool {
         Ok(failures)
     }
 
-    /// Hands `work` to whichever thread is free next, after what was handed in before; returns at once. A panic in it is
-    /// kept from the pool, which goes on; `work` reports its own failures.
+    /// Hands in `tasks`, for whichever thread is free next, after what was handed in before; returns at once. A panic in
+    /// one is kept from the pool, which goes on; a task reports its own failures.
     ///
     /// # Errors
     /// [`Error::Forked`].
-    pub(crate) fn spawn(&self, work: impl FnOnce() + Send + 'static) -> Result<()> {
+    pub(crate) fn spawn_all(&self, tasks: impl IntoIterator<Item = Task>) -> Result<()> {
         self.check_process()?;
-        self.rayon.spawn_fifo(move || drop(attempt(work)));
+        let mut wanted = 0;
+        for task in tasks {
+            self.tasks.queue.push(task);
+            wanted += 1;
+        }
+        let most = self.threads();
+        while wanted > 0 && !self.tasks.queue.is_empty() && self.tasks.join(most) {
+            let tasks = Arc::clone(&self.tasks);
+            self.rayon.spawn_fifo(move || tasks.take_all(most));
+            wanted -= 1;
+        }
         Ok(())
     }
 }
@@ -211,6 +278,55 @@ mod tests {
         let failures = pool.for_each(0..1_usize, |_| panic!("alone")).unwrap();
         assert_eq!(failures, [(0, "panic: alone".to_string())]);
         assert_eq!(pool.for_each(0..0_usize, |_| unreachable!()).unwrap(), []);
+    }
+
+    #[test]
+    fn tasks_run_once_whenever_they_come_and_dropping_drains_them() {
+        for threads in [1, 2, 8] {
+            let pool = WorkerPool::new(threads).unwrap();
+            let seen: Arc<Vec<AtomicUsize>> = Arc::new((0..3000).map(|_| AtomicUsize::new(0)).collect());
+            for batch in 0..300 {
+                let tasks = (0..10).map(|i| -> Task {
+                    let seen = Arc::clone(&seen);
+                    Box::new(move || {
+                        seen[10 * batch + i].fetch_add(1, Ordering::Relaxed);
+                        assert!(i != 3, "kept from the pool");
+                    })
+                });
+                pool.spawn_all(tasks).unwrap();
+                if batch % 16 == 0 {
+                    // Long enough for the threads to have gone to sleep.
+                    std::thread::sleep(Duration::from_micros(300));
+                }
+            }
+            drop(pool);
+            assert!(seen.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+
+    #[test]
+    fn broadcast_work_has_its_turn_between_tasks() {
+        static HANDED_IN: AtomicUsize = AtomicUsize::new(0);
+        fn hand_in(pool: &Arc<WorkerPool>, stop: &Arc<AtomicUsize>) {
+            HANDED_IN.fetch_add(1, Ordering::Relaxed);
+            let (again, stop) = (Arc::clone(pool), Arc::clone(stop));
+            let task: Task = Box::new(move || {
+                if stop.load(Ordering::Relaxed) == 0 {
+                    hand_in(&again, &stop);
+                }
+            });
+            pool.spawn_all([task]).unwrap();
+        }
+        let pool = Arc::new(WorkerPool::new(2).unwrap());
+        let stop = Arc::new(AtomicUsize::new(0));
+        (0..4).for_each(|_| hand_in(&pool, &stop));
+        assert_eq!(pool.for_each(0..100_usize, |_| ()).unwrap(), []);
+        stop.store(1, Ordering::Relaxed);
+        assert!(HANDED_IN.load(Ordering::Relaxed) >= 4);
+        // The last task must not be the one that drops the pool.
+        while Arc::strong_count(&pool) > 1 {
+            std::thread::yield_now();
+        }
     }
 
     #[test]

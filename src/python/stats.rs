@@ -64,6 +64,8 @@ fn lane_stats<'py>(py: Python<'py>, stats: &LaneStats) -> PyResult<Bound<'py, Py
     dict.set_item("most_queued", stats.queue.1)?;
     dict.set_item("most_gpu_chunks_in_flight", stats.in_flight.0)?;
     dict.set_item("most_cpu_chunks_in_flight", stats.in_flight.1)?;
+    dict.set_item("compute_seconds", stats.compute_seconds)?;
+    dict.set_item("dispatcher_sleep_seconds", stats.dispatcher_sleep_seconds)?;
     dict.set_item("last_issue_seconds", stats.issue_seconds)?;
     Ok(dict)
 }

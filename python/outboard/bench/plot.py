@@ -21,11 +21,16 @@ _TRACKS = {
     "forward": "#4477aa",
     "backward": "#66ccee",
     "gpu lane": "#228833",
+    "gpu lane: copy in": "#ee6677",
+    "gpu lane: update": "#228833",
+    "gpu lane: copy out": "#aa3377",
     "cpu lane": "#ccbb44",
-    "copy in": "#ee6677",
-    "copy out": "#aa3377",
+    "cpu lane: copy out": "#aa3377",
+    "cpu lane: update": "#ccbb44",
+    "cpu lane: copy in": "#ee6677",
 }
 _OTHER = "#888888"
+_OURS, _THEIRS = "#228833", "#ee6677"
 _DOTS_PER_INCH = 144
 
 
@@ -83,8 +88,8 @@ def resident(result: dict[str, Any], path: str | Path) -> None:
     keys = (("step_ms", "step, ms"), ("device_gib_over_forward_backward", "GiB over forward\nand backward"))
     for axes, (key, label) in zip(panels, keys, strict=True):
         points = [(row["resident"] * 100, row[key]) for row in rows if row[key] is not None]
-        axes.plot(*zip(*points, strict=True) if points else ((), ()), "o-", color=_TRACKS["gpu lane"], label="outboard")
-        for name, colour in (("torch", _TRACKS["copy in"]), (BASELINE, _TRACKS["forward"])):
+        axes.plot(*zip(*points, strict=True) if points else ((), ()), "o-", color=_OURS, label="outboard")
+        for name, colour in (("torch", _THEIRS), (BASELINE, _TRACKS["forward"])):
             if (value := sides.get(name, {}).get(key)) is not None:
                 axes.axhline(value, linestyle="--", color=colour, label=sides[name]["title"])
         axes.set_ylabel(label)

@@ -10,14 +10,16 @@ use super::gpu::GpuLane;
 use super::host::HostLane;
 use super::job::{Job, Member, Work};
 use super::parts::Chunk;
+use super::queue::{Key, Queue};
 use super::report::Landed;
 use super::workers::Workers;
 use crate::device::{Device, DeviceUpdate, Stream};
 use crate::error::{Error, Result};
 use crate::memory::{HostRing, HostSpan};
-use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 /// Bundles of parameters with resident state in flight at once.
@@ -57,8 +59,6 @@ pub(super) struct Dispatcher<D: Device> {
     workers: Workers,
     gpu: Option<GpuLane<D>>,
     host: HostLane<D>,
-    /// Whether the CPU lane takes what the GPU lane could take.
-    cpu_shares: bool,
     fifo: bool,
     next_id: u64,
     /// Jobs whose gradients may not be done, by the stream that produces them.
@@ -70,7 +70,7 @@ pub(super) struct Dispatcher<D: Device> {
     /// Jobs of each slot that have not ended, in the order in which they were accepted.
     turns: HashMap<usize, VecDeque<u64>>,
     active: HashMap<u64, Active<D>>,
-    queue: BTreeSet<(u64, u64)>,
+    queue: Queue,
     resident: VecDeque<Resident<D>>,
     /// Jobs that have landed but for their gradients, which are being unscaled.
     unscaling: VecDeque<(u64, D::Event)>,
@@ -93,14 +93,13 @@ impl<D: Device> Dispatcher<D> {
         over: Sender<Over>,
         (cpu_shares, fifo): (bool, bool),
     ) -> Self {
-        let cpu_shares = cpu_shares || gpu.is_none();
+        let queue = Queue::new(gpu.is_some(), cpu_shares);
         Self {
             device,
             shared,
             workers,
             gpu,
             host,
-            cpu_shares,
             fifo,
             next_id: 0,
             pending: HashMap::new(),
@@ -108,7 +107,7 @@ impl<D: Device> Dispatcher<D> {
             unblocked: false,
             turns: HashMap::new(),
             active: HashMap::new(),
-            queue: BTreeSet::new(),
+            queue,
             resident: VecDeque::new(),
             unscaling: VecDeque::new(),
             resident_tables,
@@ -144,13 +143,15 @@ impl<D: Device> Dispatcher<D> {
                 return;
             }
             // Spurious wake-ups only cost a look.
-            let wake = &self.shared.wake;
-            if idle {
-                drop(wake.wait(state));
+            let (wake, asleep_since) = (&self.shared.wake, self.shared.now());
+            let mut state = if idle {
+                wake.wait(state).unwrap_or_else(PoisonError::into_inner)
             } else {
-                drop(wake.wait_timeout(state, nap));
+                let woken = wake.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner);
                 nap = (nap * 2).min(NAP.1);
-            }
+                woken.0
+            };
+            state.stats.dispatcher_sleep_seconds += self.shared.now() - asleep_since;
         }
     }
 
@@ -187,7 +188,7 @@ impl<D: Device> Dispatcher<D> {
                 continue;
             }
             let elements = computed.elements();
-            if let Err(error) = self.host.upload(&self.device, computed, &mut self.lost) {
+            if let Err(error) = self.host.upload(&self.device, computed, now, &mut self.lost) {
                 self.fail(id, &error);
             }
             self.issued(id, elements);
@@ -247,7 +248,7 @@ impl<D: Device> Dispatcher<D> {
         }
         self.pending.retain(|_, queue| !queue.is_empty());
         if let Some(gpu) = &mut self.gpu {
-            gpu.poll(&self.device, now, landed)?;
+            gpu.poll(&self.device, now, self.shared.record_timeline.load(Ordering::Relaxed), landed)?;
         }
         let active = &self.active;
         let is_lost = |id: u64| active.get(&id).is_some_and(|active| active.has_failed);
@@ -258,7 +259,7 @@ impl<D: Device> Dispatcher<D> {
             }
             let Some(Resident { job, began, .. }) = self.resident.pop_front() else { break };
             let elements = self.active.get(&job).map_or(0, |active| active.unlanded);
-            landed.push(Landed { job, elements, began, issued: true, lane: "resident" });
+            landed.push(Landed { job, elements, began, stages: None, issued: true, lane: "resident" });
         }
         while let Some((id, done)) = self.unscaling.front() {
             if !self.device.is_done(done)? {
@@ -303,11 +304,12 @@ impl<D: Device> Dispatcher<D> {
         let (untaken, unissued, unlanded) = (elements, elements, elements);
         let (on_gpu, on_cpu, has_failed) = (false, false, false);
         let active = Active { job, untaken, unissued, unlanded, on_gpu, on_cpu, has_failed };
-        self.active.insert(id, active);
         if is_resident {
+            self.active.insert(id, active);
             self.start_resident(id);
         } else {
-            self.queue.insert((next_use, id));
+            self.queue.insert((next_use, id), &active.job.work);
+            self.active.insert(id, active);
         }
     }
 
@@ -326,7 +328,7 @@ impl<D: Device> Dispatcher<D> {
             }
             Err(error) => {
                 self.fail(id, &error);
-                self.land(vec![Landed { job: id, elements, began, issued: false, lane: "resident" }]);
+                self.land(vec![Landed { job: id, elements, began, stages: None, issued: false, lane: "resident" }]);
             }
         }
     }
@@ -387,16 +389,9 @@ impl<D: Device> Dispatcher<D> {
         if self.give_offload() {
             return true;
         }
-        let (host, gpu) = (&self.host, self.gpu.as_ref());
-        let may_take = |work: &Work| match work {
-            // What the GPU lane cannot take is the CPU lane's, whatever the mode.
-            _ if !self.cpu_shares && gpu.is_some_and(|gpu| gpu_takes(gpu, work)) => false,
-            Work::Bundle(chunks) => host.takes_bundle(chunks),
-            Work::Chunks(_) => true,
-            Work::Resident(_) | Work::Offload(_) => false,
-        };
-        let Some((key, chunks)) = take(&mut self.queue, &mut self.active, may_take, |chunk| host.chunk_len(chunk))
-        else {
+        let Some(first) = self.queue.first_for_cpu_lane() else { return false };
+        let host = &self.host;
+        let Some((key, chunks)) = take(&mut self.queue, &mut self.active, first, |chunk| host.chunk_len(chunk)) else {
             return false;
         };
         let now = self.shared.now();
@@ -411,15 +406,13 @@ impl<D: Device> Dispatcher<D> {
 
     /// Gives the CPU lane the next run of a gradient that is to leave the device.
     fn give_offload(&mut self) -> bool {
-        let is_offload =
-            |id: &u64| matches!(self.active.get(id), Some(Active { job: Job { work: Work::Offload(_), .. }, .. }));
-        let Some(&key) = self.queue.iter().find(|(_, id)| is_offload(id)) else { return false };
+        let Some(key) = self.queue.first_offload() else { return false };
         let Some(active) = self.active.get_mut(&key.1) else { return false };
         let Work::Offload(rest) = &mut active.job.work else { return false };
         let run = rest.split_front(self.host.offload_len(rest));
         active.untaken -= run.len;
         if active.untaken == 0 {
-            self.queue.remove(&key);
+            self.queue.remove(key);
         }
         let now = self.shared.now();
         if let Err(error) = self.host.start_offload(&self.device, key.1, run, now, &mut self.lost) {
@@ -430,9 +423,10 @@ impl<D: Device> Dispatcher<D> {
 
     fn give_to_gpu(&mut self) -> bool {
         let Some(gpu) = self.gpu.as_mut().filter(|gpu| gpu.has_room()) else { return false };
+        let Some(first) = self.queue.first_for_gpu_lane() else { return false };
         let taken = {
             let gpu = &*gpu;
-            take(&mut self.queue, &mut self.active, |work| gpu_takes(gpu, work), |chunk| gpu.chunk_len(chunk))
+            take(&mut self.queue, &mut self.active, first, |chunk| gpu.chunk_len(chunk))
         };
         let Some((key, chunks)) = taken else { return false };
         let elements = chunks.iter().map(|chunk| chunk.len).sum();
@@ -455,32 +449,20 @@ impl<D: Device> Dispatcher<D> {
         let stats = &mut state.stats;
         stats.in_flight = (stats.in_flight.0.max(gpu), stats.in_flight.1.max(cpu));
         stats.cpu = self.host.totals;
+        stats.compute_seconds = self.workers.seconds();
         if let Some(gpu) = &self.gpu {
             stats.gpu = gpu.totals;
         }
     }
 }
 
-/// Whether the GPU lane can do this work.
-fn gpu_takes<D: Device>(gpu: &GpuLane<D>, work: &Work) -> bool {
-    work.is_pinned()
-        && match work {
-            Work::Bundle(chunks) => gpu.takes_bundle(chunks),
-            Work::Chunks(_) => true,
-            Work::Resident(_) | Work::Offload(_) => false,
-        }
-}
-
-/// Takes the next chunk of the first job in the queue that a lane may take, or its whole bundle; what is taken to the end
-/// leaves the queue.
+/// Takes the next chunk of a job in the queue, or its whole bundle; what is taken to the end leaves the queue.
 fn take<D: Device>(
-    queue: &mut BTreeSet<(u64, u64)>,
+    queue: &mut Queue,
     active: &mut HashMap<u64, Active<D>>,
-    may_take: impl Fn(&Work) -> bool,
+    key: Key,
     len: impl Fn(&Chunk) -> usize,
 ) -> Option<(u64, Vec<Chunk>)> {
-    let first = queue.iter().find(|(_, id)| active.get(id).is_some_and(|active| may_take(&active.job.work)));
-    let key = *first?;
     let entry = active.get_mut(&key.1)?;
     let chunks = match &mut entry.job.work {
         Work::Resident(_) | Work::Offload(_) => return None,
@@ -492,7 +474,7 @@ fn take<D: Device>(
     };
     entry.untaken -= chunks.iter().map(|chunk| chunk.len).sum::<usize>();
     if entry.untaken == 0 {
-        queue.remove(&key);
+        queue.remove(key);
     }
     Some((key.1, chunks))
 }

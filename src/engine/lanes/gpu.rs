@@ -24,6 +24,8 @@ struct InFlight {
     joined: Vec<HostSpan>,
     staged: Vec<DeviceSpan>,
     table: Option<HostSpan>,
+    /// When it had arrived, and when it was updated, for a timeline.
+    stages: [Option<f64>; 2],
 }
 
 #[derive(Debug)]
@@ -100,13 +102,6 @@ impl<D: Device> GpuLane<D> {
         chunk.len.min(self.chunk_elems).min(fits.max(ALIGNMENT))
     }
 
-    /// Whether a bundle fits into a slot.
-    pub(super) fn takes_bundle(&self, chunks: &[Chunk]) -> bool {
-        // A plane that has no neighbour is placed with up to a line before and after it.
-        let bytes = |chunk: &Chunk| chunk.state_bytes() + 4 * 2 * ALIGNMENT;
-        self.ring.is_none() || chunks.iter().map(bytes).sum::<usize>() <= self.slot_bytes
-    }
-
     /// Starts the update of chunks (several: tiny parameters, whole) that belong to `job`. The lane has room.
     ///
     /// After a failure, too, the memory stays in flight until all that was given to the streams is over; if nobody can say
@@ -123,7 +118,8 @@ impl<D: Device> GpuLane<D> {
         let bytes = chunks.iter().map(Chunk::state_bytes).sum::<usize>();
         let elements = chunks.iter().map(|chunk| chunk.len).sum();
         let (joined, staged) = (Vec::new(), Vec::new());
-        let mut entry = InFlight { slot, job, elements, began: now, chunks, joined, staged, table: None };
+        let mut entry =
+            InFlight { slot, job, elements, began: now, chunks, joined, staged, table: None, stages: [None; 2] };
         let started = self.give(device, &mut entry);
         let Slot { arrived, updated, home, busy } = &mut self.slots[slot];
         let over = match started {
@@ -194,17 +190,36 @@ impl<D: Device> GpuLane<D> {
         }
     }
 
-    /// Reports the chunks whose state is home again, oldest first.
-    pub(super) fn poll(&mut self, device: &D, now: f64, landed: &mut Vec<Landed>) -> Result<()> {
+    /// Reports the chunks whose state is home again, oldest first; `watch` for a timeline how far the others are.
+    pub(super) fn poll(&mut self, device: &D, now: f64, watch: bool, landed: &mut Vec<Landed>) -> Result<()> {
+        if watch {
+            self.watch(device, now)?;
+        }
         while let Some(entry) = self.in_flight.front() {
             if !device.is_done(&self.slots[entry.slot].home)? {
                 break;
             }
-            let InFlight { slot, job, elements, began, .. } = *entry;
+            let InFlight { slot, job, elements, began, stages, .. } = *entry;
+            let stages = watch.then(|| stages.map(|stage| stage.unwrap_or(now)));
             self.in_flight.pop_front();
             self.slots[slot].busy = false;
             self.totals.end(self.in_flight.is_empty(), now);
-            landed.push(Landed { job, elements, began, issued: true, lane: "gpu lane" });
+            landed.push(Landed { job, elements, began, stages, issued: true, lane: "gpu lane" });
+        }
+        Ok(())
+    }
+
+    fn watch(&mut self, device: &D, now: f64) -> Result<()> {
+        if self.ring.is_none() {
+            return Ok(());
+        }
+        for InFlight { slot, stages, .. } in &mut self.in_flight {
+            let Slot { arrived, updated, .. } = &self.slots[*slot];
+            for (stage, event) in stages.iter_mut().zip([arrived, updated]) {
+                if stage.is_none() && device.is_done(event)? {
+                    *stage = Some(now);
+                }
+            }
         }
         Ok(())
     }
@@ -214,7 +229,7 @@ impl<D: Device> GpuLane<D> {
     pub(super) fn abandon(&mut self) -> Vec<Landed> {
         let lost = self.in_flight.drain(..).map(|entry| {
             let InFlight { job, elements, began, .. } = entry;
-            let landed = Landed { job, elements, began, issued: true, lane: "gpu lane" };
+            let landed = Landed { job, elements, began, stages: None, issued: true, lane: "gpu lane" };
             std::mem::forget(entry);
             landed
         });

@@ -22,6 +22,8 @@ struct InFlight {
     job: u64,
     elements: usize,
     began: f64,
+    /// When all of it had come down, and when the workers were done.
+    stages: [f64; 2],
     /// The weights and gradients on the device, and (until the workers have them) the planes.
     chunks: Vec<Chunk>,
     /// Instead of them, a gradient that goes to host memory.
@@ -88,12 +90,6 @@ impl<D: Device> HostLane<D> {
         chunk.len.min(self.chunk_elems).min(fits.max(ALIGNMENT))
     }
 
-    /// Whether a bundle fits into a slot.
-    pub(super) fn takes_bundle(&self, chunks: &[Chunk]) -> bool {
-        let bytes = |chunk: &Chunk| chunk.live_bytes() + 2 * ALIGNMENT;
-        chunks.iter().map(bytes).sum::<usize>() <= self.slot_bytes
-    }
-
     /// Starts bringing weights and gradients of chunks (several: tiny parameters, whole) down. The lane has room.
     ///
     /// After a failure, too, the memory stays in flight until all that was given to the stream is over; if nobody can say
@@ -112,7 +108,8 @@ impl<D: Device> HostLane<D> {
         let up = chunks.iter().map(|chunk| chunk.weight.len()).sum();
         self.totals.begin(self.in_flight() == 1, now);
         self.totals.count(elements, up, down);
-        let mut work = InFlight { job, elements, began: now, chunks, offload: None, lent: Vec::new() };
+        let mut work =
+            InFlight { job, elements, began: now, stages: [now; 2], chunks, offload: None, lent: Vec::new() };
         let given = self.download(device, slot, &mut work);
         let over = mark(device, &self.slots[slot].down, Stream::Down, lost);
         self.slots[slot].work = Some(work);
@@ -153,7 +150,8 @@ impl<D: Device> HostLane<D> {
         };
         let over = mark(device, &self.slots[slot].down, Stream::Down, lost);
         let elements = offload.len;
-        let work = InFlight { job, elements, began: now, chunks: Vec::new(), offload: Some(offload), lent };
+        let work =
+            InFlight { job, elements, began: now, stages: [now; 2], chunks: Vec::new(), offload: Some(offload), lent };
         self.slots[slot].work = Some(work);
         self.downloading.push_back(slot);
         given.and(over)
@@ -209,6 +207,7 @@ impl<D: Device> HostLane<D> {
             self.downloading.pop_front();
             progress = true;
             let work = self.slots[slot].work.as_mut().expect("a busy slot has work");
+            work.stages = [now; 2];
             let lent = std::mem::take(&mut work.lent);
             if is_lost(work.job) {
                 // Half of it failed to start, or another chunk of the parameter did: nothing of it is to go up.
@@ -234,10 +233,10 @@ impl<D: Device> HostLane<D> {
     }
 
     fn finish(&mut self, slot: usize, now: f64, issued: bool, landed: &mut Vec<Landed>) {
-        let InFlight { job, elements, began, .. } = self.slots[slot].work.take().expect("a busy slot has work");
+        let InFlight { job, elements, began, stages, .. } = self.slots[slot].work.take().expect("a busy slot has work");
         self.free.push(slot);
         self.totals.end(self.in_flight() == 0, now);
-        landed.push(Landed { job, elements, began, issued, lane: LANE });
+        landed.push(Landed { job, elements, began, stages: Some(stages), issued, lane: LANE });
     }
 
     /// The job of a slot that the workers are done with.
@@ -254,9 +253,10 @@ impl<D: Device> HostLane<D> {
     }
 
     /// Sends the weights of a computed slot up, but for those with broken pieces. `lost` as for [`Self::start`].
-    pub(super) fn upload(&mut self, device: &D, computed: Computed, lost: &mut Option<Error>) -> Result<()> {
+    pub(super) fn upload(&mut self, device: &D, computed: Computed, now: f64, lost: &mut Option<Error>) -> Result<()> {
         let Computed { slot, chunks, broken } = computed;
         let work = self.slots[slot].work.as_mut().expect("a busy slot has work");
+        work.stages[1] = now;
         work.chunks = chunks;
         let is_broken = |chunk: &Chunk| broken.iter().any(|broken| broken.slot == chunk.recipe.slot);
         // The pieces are back: the whole slot can be lent again, cut in the same way.
@@ -299,7 +299,8 @@ impl<D: Device> HostLane<D> {
             self.downloading.drain(..).map(|slot| (slot, false)).chain(uploading.into_iter().map(|slot| (slot, true)))
         {
             let work = self.slots[slot].work.take().expect("a busy slot has work");
-            lost.push(Landed { job: work.job, elements: work.elements, began: work.began, issued, lane: LANE });
+            let InFlight { job, elements, began, .. } = work;
+            lost.push(Landed { job, elements, began, stages: None, issued, lane: LANE });
             std::mem::forget(work);
         }
         lost
@@ -308,7 +309,8 @@ impl<D: Device> HostLane<D> {
     /// Takes back a slot from the workers after the device has failed.
     pub(super) fn give_up(&mut self, computed: &Computed) -> Landed {
         let work = self.slots[computed.slot].work.take().expect("a busy slot has work");
-        Landed { job: work.job, elements: work.elements, began: work.began, issued: false, lane: LANE }
+        let InFlight { job, elements, began, .. } = work;
+        Landed { job, elements, began, stages: None, issued: false, lane: LANE }
     }
 }
 

@@ -7,6 +7,8 @@ pub(super) struct Landed {
     pub(super) elements: usize,
     /// When the chunk was given to its lane, in seconds since the engine started.
     pub(super) began: f64,
+    /// When its tensors had come to where they were updated, and when that was done, if anybody has looked.
+    pub(super) stages: Option<[f64; 2]>,
     /// Whether it has been counted as issued.
     pub(super) issued: bool,
     /// The lane's name.
@@ -69,9 +71,35 @@ pub struct LaneStats {
     pub queue: (usize, usize),
     /// Chunks in flight at most, in the GPU lane and in the CPU lane.
     pub in_flight: (usize, usize),
+    /// Seconds that the worker threads have spent in updates, all threads together.
+    pub compute_seconds: f64,
+    /// Seconds that the dispatcher has slept.
+    pub dispatcher_sleep_seconds: f64,
     /// Seconds from the latest `drain` mark to the last weight issued after it.
     pub issue_seconds: f64,
 }
 
 /// A stretch of one lane's work, for a picture of a step: track, label, start and end in seconds since the engine started.
 pub type Stretch = (&'static str, String, f64, f64);
+
+/// What a chunk is in a timeline: its whole way, and what was done on it.
+pub(super) fn stretches(
+    lane: &'static str,
+    label: &str,
+    [began, landed]: [f64; 2],
+    stages: Option<[f64; 2]>,
+) -> impl Iterator<Item = Stretch> + use<> {
+    let names = match lane {
+        "gpu lane" => Some(["gpu lane: copy in", "gpu lane: update", "gpu lane: copy out"]),
+        "cpu lane" => Some(["cpu lane: copy out", "cpu lane: update", "cpu lane: copy in"]),
+        _ => None,
+    };
+    let label = label.to_owned();
+    let whole = (lane, label.clone(), began, landed);
+    let parts = names.zip(stages).into_iter().flat_map(move |(names, [come, updated])| {
+        let moments = [began, come, updated, landed];
+        let label = label.clone();
+        (0..3).map(move |part| (names[part], label.clone(), moments[part], moments[part + 1]))
+    });
+    std::iter::once(whole).chain(parts)
+}

@@ -10,7 +10,9 @@ use crate::kernel::{GradDType, GradSlice, Isa, MomentDType, WeightKind, accumula
 use crate::memory::{Element, HostSpan};
 use crate::pool::{WorkerPool, attempt};
 use half::{bf16, f16};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 /// Elements of the pieces that workers take: small enough for a chunk's last pieces to even out over the threads.
 const PIECE_ELEMS: usize = 64 * 1024;
@@ -50,6 +52,15 @@ pub(super) struct Workers {
     pub(super) tell: Tell,
     /// For tests: a slot and an element whose piece panics.
     pub(super) fail_at: Arc<Mutex<Vec<(usize, usize)>>>,
+    /// Nanoseconds spent in pieces, by all threads together.
+    pub(super) spent: Arc<AtomicU64>,
+}
+
+impl Workers {
+    /// Seconds that the threads have spent in updates, all together.
+    pub(super) fn seconds(&self) -> f64 {
+        self.spent.load(Ordering::Relaxed) as f64 * 1e-9
+    }
 }
 
 /// One worker's share.
@@ -102,7 +113,7 @@ pub(super) fn compute(slot: usize, mut chunks: Vec<Chunk>, lent: Vec<HostSpan>, 
     drop(lent);
     let shared = Arc::new(Shared {
         slot,
-        left: std::sync::atomic::AtomicUsize::new(pieces.len().max(1)),
+        left: AtomicUsize::new(pieces.len().max(1)),
         chunks: Mutex::new(chunks),
         broken: Mutex::default(),
         tell: Arc::clone(&workers.tell),
@@ -111,16 +122,18 @@ pub(super) fn compute(slot: usize, mut chunks: Vec<Chunk>, lent: Vec<HostSpan>, 
         shared.done();
         return Ok(());
     }
-    for pieces in pieces {
+    workers.pool.spawn_all(pieces.into_iter().map(|pieces| -> Box<dyn FnOnce() + Send> {
         let (shared, isa, fail_at) = (Arc::clone(&shared), workers.isa, Arc::clone(&workers.fail_at));
-        workers.pool.spawn(move || {
+        let spent = Arc::clone(&workers.spent);
+        Box::new(move || {
+            let began = Instant::now();
             for piece in pieces {
                 shared.run(piece, isa, &fail_at);
             }
+            spent.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
             shared.done();
-        })?;
-    }
-    Ok(())
+        })
+    }))
 }
 
 /// Cuts a gradient that has come down into pieces and lets the pool add them to the sum.
@@ -135,7 +148,7 @@ pub(super) fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, wo
     }
     let shared = Arc::new(Shared {
         slot,
-        left: std::sync::atomic::AtomicUsize::new(pieces.len().max(1)),
+        left: AtomicUsize::new(pieces.len().max(1)),
         chunks: Mutex::default(),
         broken: Mutex::default(),
         tell: Arc::clone(&workers.tell),
@@ -144,10 +157,10 @@ pub(super) fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, wo
         shared.done();
         return Ok(());
     }
-    for (mut grad, mut to) in pieces {
+    workers.pool.spawn_all(pieces.into_iter().map(|(mut grad, mut to)| -> Box<dyn FnOnce() + Send> {
         let (shared, isa, of, name) = (Arc::clone(&shared), workers.isa, offload.slot, Arc::clone(&offload.name));
         let (dtype, sum) = (offload.grad_dtype, offload.sum);
-        workers.pool.spawn(move || {
+        Box::new(move || {
             let work = || {
                 let grad = match dtype {
                     GradDType::F32 => GradSlice::F32(grad.as_mut_slice()),
@@ -162,15 +175,14 @@ pub(super) fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, wo
             }
             drop((grad, to));
             shared.done();
-        })?;
-    }
-    Ok(())
+        })
+    }))
 }
 
 /// What the pieces of one slot share.
 struct Shared {
     slot: usize,
-    left: std::sync::atomic::AtomicUsize,
+    left: AtomicUsize,
     chunks: Mutex<Vec<Chunk>>,
     broken: Mutex<Vec<Broken>>,
     tell: Tell,
@@ -195,7 +207,7 @@ impl Shared {
     }
 
     fn done(&self) {
-        if self.left.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) == 1 {
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
             let chunks = std::mem::take(&mut *self.chunks.lock().unwrap_or_else(PoisonError::into_inner));
             let broken = std::mem::take(&mut *self.broken.lock().unwrap_or_else(PoisonError::into_inner));
             (self.tell)(Computed { slot: self.slot, chunks, broken });

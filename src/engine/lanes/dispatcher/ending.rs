@@ -3,7 +3,7 @@
 use super::{Active, Dispatcher, Resident};
 use crate::device::{Device, Stream};
 use crate::engine::lanes::job::{Job, Member, Work};
-use crate::engine::lanes::report::Landed;
+use crate::engine::lanes::report::{Landed, stretches};
 use crate::engine::lanes::workers::Broken;
 use crate::engine::lanes::{Shared, State};
 use crate::error::{Error, Failure, Result};
@@ -55,14 +55,14 @@ impl<D: Device> Dispatcher<D> {
     pub(super) fn land(&mut self, landed: Vec<Landed>) {
         let now = self.shared.now();
         let record = self.shared.record_timeline.load(Ordering::Relaxed);
-        for Landed { job: id, elements, began, issued, lane } in landed {
+        for Landed { job: id, elements, began, stages, issued, lane } in landed {
             if !issued {
                 self.issued(id, elements);
             }
             let Some(active) = self.active.get_mut(&id) else { continue };
             if record {
                 let label = active.job.slots.first().map_or_else(String::new, |member| member.name.to_string());
-                self.shared.lock().timeline.push((lane, label, began, now));
+                self.shared.lock().timeline.extend(stretches(lane, &label, [began, now], stages));
             }
             active.unlanded -= elements;
             if active.unlanded > 0 {
@@ -134,7 +134,7 @@ impl<D: Device> Dispatcher<D> {
         let Some(active) = self.active.get_mut(&id) else { return };
         let key = (if self.fifo { 0 } else { active.job.next_use }, id);
         // Not whether any elements are left: a job of none is in the queue, too.
-        if !self.queue.remove(&key) {
+        if !self.queue.remove(key) {
             return;
         }
         let rest = std::mem::take(&mut active.untaken);
@@ -186,7 +186,7 @@ impl<D: Device> Dispatcher<D> {
         for Resident { job, began, table, .. } in self.resident.drain(..) {
             std::mem::forget(table);
             let elements = self.active.get(&job).map_or(0, |active| active.unlanded);
-            lost.push(Landed { job, elements, began, issued: true, lane: "resident" });
+            lost.push(Landed { job, elements, began, stages: None, issued: true, lane: "resident" });
         }
         let unscaling: Vec<u64> = self.unscaling.drain(..).map(|(id, _)| id).collect();
         let mut all: Vec<u64> = self.active.keys().copied().collect();

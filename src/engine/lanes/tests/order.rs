@@ -21,6 +21,7 @@ fn next_use(next_use: u64) -> Terms {
 /// The names of the chunks in the order in which the lanes took them, each name once where it follows itself.
 fn taken(rig: &Rig) -> Vec<String> {
     let (mut timeline, _) = rig.engine().take_timeline();
+    timeline.retain(|(track, ..)| !track.contains(':'));
     timeline.sort_by(|(_, _, a, _), (_, _, b, _)| a.total_cmp(b));
     let mut names: Vec<String> = timeline.into_iter().map(|(_, name, ..)| name).collect();
     names.dedup();
