@@ -286,7 +286,7 @@ impl SimulatedDevice {
         let state = self.shared.lock();
         Counters {
             allocated_bytes: state.memory.allocated_bytes,
-            pinned_bytes: state.memory.pins.iter().map(|&(_, bytes)| bytes).sum(),
+            pinned_bytes: state.memory.pinned_bytes(),
             live_events: state.memory.live_events,
             unfinished: state.unfinished(),
         }
@@ -296,6 +296,11 @@ impl SimulatedDevice {
     /// address pinned memory is an error.
     pub fn set_can_address_host(&self, can: bool) {
         self.shared.lock().can_address_host = can;
+    }
+
+    /// The most bytes of host memory that may be pinned at once, as a system's limit: more is an error.
+    pub fn set_pinnable_bytes(&self, bytes: usize) {
+        self.shared.lock().memory.pinnable_bytes = Some(bytes);
     }
 
     /// How long [`wait`](super::Device::wait) stays while nothing runs at all, 30 seconds unless set: then it is an error

@@ -189,20 +189,23 @@ impl Core {
                 return Ok(());
             }
             let (bytes, most) = (slab.bytes(), engines.choices.max_pinned_bytes);
-            let served = "this state stays pageable and is served by the CPU lane alone";
-            if pinned + bytes > most {
-                warnings.push(format!(
-                    "{bytes} bytes of optimizer state would exceed the {most} bytes that may be pinned ({pinned} are): \
-                     {served}; raise max_pinned_bytes if the machine has the memory"
-                ));
+            let (what, error, cure): (_, fn(String) -> Error, _) = if pinned + bytes > most {
+                let limit = format!("the {most} bytes that may be pinned ({pinned} are)");
+                let what = format!("{bytes} bytes of optimizer state would exceed {limit}");
+                (what, Error::InvalidValue, "raise max_pinned_bytes if the machine has the memory")
             } else if let Err(error) = engine.pin(slab) {
-                if engines.choices.pin == Some(true) {
-                    return Err(error.into());
-                }
-                warnings.push(format!("cannot pin {bytes} bytes of optimizer state ({error}): {served}"));
+                let what = format!("cannot pin {bytes} bytes of optimizer state ({error})");
+                (what, Error::Cuda, "raise the limit of locked memory")
             } else {
                 pinned += bytes;
+                return Ok(());
+            };
+            if engines.choices.pin == Some(true) {
+                let instead = "pin='auto' leaves such state pageable, served by the CPU lane alone";
+                return Err(error(format!("pin=True: {what}: {cure}; {instead}")).into());
             }
+            let served = "this state stays pageable and is served by the CPU lane alone";
+            warnings.push(format!("{what}: {served}; {cure}"));
             Ok(())
         };
         parameters.bind(groups, entries, arena, &pool, offload, &mut pin)?;

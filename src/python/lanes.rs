@@ -100,6 +100,8 @@ pub(super) struct Choices {
     pub(super) offload: Option<bool>,
     /// The seed of the simulated device that takes the place of real ones.
     pub(super) simulate: Option<u64>,
+    /// What the simulated device lets be pinned.
+    pub(super) simulated_pinnable_bytes: Option<usize>,
 }
 
 impl Choices {
@@ -126,7 +128,9 @@ impl Choices {
         let (pin, max_pinned_bytes) = (get("pin")?.extract()?, get("max_pinned_bytes")?.extract()?);
         let threads = get("threads")?.extract()?;
         let offload = get("offload")?.extract()?;
-        Ok(Self { lanes, pin, max_pinned_bytes, threads, offload, simulate: get("simulate")?.extract()? })
+        let simulate = get("simulate")?.extract()?;
+        let simulated_pinnable_bytes = get("simulated_pinnable_bytes")?.extract()?;
+        Ok(Self { lanes, pin, max_pinned_bytes, threads, offload, simulate, simulated_pinnable_bytes })
     }
 
     /// Whether state is to be pinned where it can be.
@@ -160,7 +164,11 @@ impl Engines {
             }
             Place::Simulated => {
                 let schedule = Schedule::Random { seed: self.choices.simulate.unwrap_or(0) };
-                Arc::new(Engine::new(Arc::new(SimulatedDevice::new(schedule)?), pool, isa, options)?)
+                let device = SimulatedDevice::new(schedule)?;
+                if let Some(bytes) = self.choices.simulated_pinnable_bytes {
+                    device.set_pinnable_bytes(bytes);
+                }
+                Arc::new(Engine::new(Arc::new(device), pool, isa, options)?)
             }
         };
         self.by_place.push((place, Arc::clone(&engine)));

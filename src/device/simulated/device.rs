@@ -281,6 +281,9 @@ impl Device for SimulatedDevice {
         if state.memory.is_pinned(&Access::read(start, bytes)) {
             return Err(refusal("cudaErrorHostMemoryAlreadyRegistered", kind, &what));
         }
+        if state.memory.pinnable_bytes.is_some_and(|most| state.memory.pinned_bytes() + bytes > most) {
+            return Err(refusal("cudaErrorMemoryAllocation", kind, &what));
+        }
         state.memory.pins.push((start, bytes));
         Ok(Box::new(Pin { shared: Arc::clone(&self.shared), start, bytes }))
     }
