@@ -462,6 +462,7 @@ impl<D: Device> Dispatcher<D> {
 }
 
 /// Whether the GPU lane can do this work.
+        (stats.offload, stats.adding_seconds) = (self.host.offload, self.host.adding_seconds);
 fn gpu_takes<D: Device>(gpu: &GpuLane<D>, work: &Work) -> bool {
     work.is_pinned()
         && match work {

@@ -10,7 +10,9 @@ use crate::kernel::{GradDType, GradSlice, Isa, MomentDType, WeightKind, accumula
 use crate::memory::{Element, HostSpan};
 use crate::pool::{WorkerPool, attempt};
 use half::{bf16, f16};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Elements of the pieces that workers take: small enough for a chunk's last pieces to even out over the threads.
 const PIECE_ELEMS: usize = 64 * 1024;
@@ -31,6 +33,8 @@ pub(super) struct Computed {
     pub(super) slot: usize,
     pub(super) chunks: Vec<Chunk>,
     pub(super) broken: Vec<Broken>,
+    /// Of the threads together, where a gradient was added up.
+    pub(super) adding: Duration,
 }
 
 impl Computed {
@@ -105,6 +109,7 @@ pub(super) fn compute(slot: usize, mut chunks: Vec<Chunk>, lent: Vec<HostSpan>, 
         left: std::sync::atomic::AtomicUsize::new(pieces.len().max(1)),
         chunks: Mutex::new(chunks),
         broken: Mutex::default(),
+        adding: AtomicU64::new(0),
         tell: Arc::clone(&workers.tell),
     });
     if pieces.is_empty() {
@@ -138,6 +143,7 @@ pub(super) fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, wo
         left: std::sync::atomic::AtomicUsize::new(pieces.len().max(1)),
         chunks: Mutex::default(),
         broken: Mutex::default(),
+        adding: AtomicU64::new(0),
         tell: Arc::clone(&workers.tell),
     });
     if pieces.is_empty() {
@@ -156,10 +162,12 @@ pub(super) fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, wo
                 };
                 accumulate(isa, grad, sum == Sum::Add, to.as_mut_slice());
             };
+            let began = Instant::now();
             if let Err(cause) = attempt(work) {
                 let broken = Broken { slot: of, name, first: 0, len: 0, cause };
                 shared.broken.lock().unwrap_or_else(PoisonError::into_inner).push(broken);
             }
+            shared.adding.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
             drop((grad, to));
             shared.done();
         })?;
@@ -173,6 +181,8 @@ struct Shared {
     left: std::sync::atomic::AtomicUsize,
     chunks: Mutex<Vec<Chunk>>,
     broken: Mutex<Vec<Broken>>,
+    /// Nanoseconds.
+    adding: AtomicU64,
     tell: Tell,
 }
 
@@ -198,7 +208,8 @@ impl Shared {
         if self.left.fetch_sub(1, std::sync::atomic::Ordering::AcqRel) == 1 {
             let chunks = std::mem::take(&mut *self.chunks.lock().unwrap_or_else(PoisonError::into_inner));
             let broken = std::mem::take(&mut *self.broken.lock().unwrap_or_else(PoisonError::into_inner));
-            (self.tell)(Computed { slot: self.slot, chunks, broken });
+            let adding = Duration::from_nanos(self.adding.load(Ordering::Relaxed));
+            (self.tell)(Computed { slot: self.slot, chunks, broken, adding });
         }
     }
 }
