@@ -2,6 +2,7 @@
 //! lanes as they have room. It never waits for one event while other work is ready, and sleeps when there is none.
 
 mod ending;
+mod staging;
 
 pub(super) use ending::{Over, drain, release_all};
 
@@ -15,6 +16,7 @@ use super::workers::Workers;
 use crate::device::{Device, DeviceUpdate, Stream};
 use crate::error::{Error, Result};
 use crate::memory::{HostRing, HostSpan};
+use staging::{Guard, Staging};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -49,6 +51,7 @@ struct Resident<D: Device> {
     done: D::Event,
     began: f64,
     table: Option<HostSpan>,
+    staged: Vec<Guard>,
 }
 
 pub(super) struct Dispatcher<D: Device> {
@@ -335,7 +338,11 @@ impl<D: Device> Dispatcher<D> {
         let Some(Active { job: Job { work: Work::Resident(parts), .. }, .. }) = self.active.get(&id) else {
             return Ok(());
         };
-        let updates: Vec<DeviceUpdate<'_>> = Work::resident_updates(parts);
+        let mut updates: Vec<DeviceUpdate<'_>> = Work::resident_updates(parts);
+        let mut staging = Staging::new(&self.device);
+        for ((.., grad, _), update) in parts.iter().zip(&mut updates) {
+            staging.bring(grad, update)?;
+        }
         let mut table = None;
         if let [update] = &updates[..] {
             self.device.update(update, Stream::Update)?;
@@ -356,7 +363,7 @@ impl<D: Device> Dispatcher<D> {
         }
         match self.mark(Stream::Update) {
             Ok(done) => {
-                self.resident.push_back(Resident { job: id, done, began, table });
+                self.resident.push_back(Resident { job: id, done, began, table, staged: staging.started() });
                 Ok(())
             }
             Err(error) => {
@@ -455,6 +462,7 @@ impl<D: Device> Dispatcher<D> {
         let stats = &mut state.stats;
         stats.in_flight = (stats.in_flight.0.max(gpu), stats.in_flight.1.max(cpu));
         stats.cpu = self.host.totals;
+        (stats.offload, stats.adding_seconds) = (self.host.offload, self.host.adding_seconds);
         if let Some(gpu) = &self.gpu {
             stats.gpu = gpu.totals;
         }
@@ -462,7 +470,6 @@ impl<D: Device> Dispatcher<D> {
 }
 
 /// Whether the GPU lane can do this work.
-        (stats.offload, stats.adding_seconds) = (self.host.offload, self.host.adding_seconds);
 fn gpu_takes<D: Device>(gpu: &GpuLane<D>, work: &Work) -> bool {
     work.is_pinned()
         && match work {

@@ -183,8 +183,8 @@ impl<D: Device> Dispatcher<D> {
         if let Some(gpu) = &mut self.gpu {
             lost.extend(gpu.abandon());
         }
-        for Resident { job, began, table, .. } in self.resident.drain(..) {
-            std::mem::forget(table);
+        for Resident { job, began, table, staged, .. } in self.resident.drain(..) {
+            std::mem::forget((table, staged));
             let elements = self.active.get(&job).map_or(0, |active| active.unlanded);
             lost.push(Landed { job, elements, began, issued: true, lane: "resident" });
         }

@@ -11,7 +11,7 @@ use crate::engine::{
 };
 use crate::error::{Error, Failure};
 use crate::kernel::{AdamWConfig, Constants, GradDType, Isa, MomentDType, Noise, WeightKind};
-use crate::memory::{Arena, DeviceSpan, Element, Layout, Plane};
+use crate::memory::{Arena, DeviceSpan, Element, HostSpan, Layout, Plane};
 use crate::pool::WorkerPool;
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -360,6 +360,21 @@ impl Drop for Rig {
     fn drop(&mut self) {
         // So that a test that fails does not hang.
         self.release_all();
+    }
+}
+
+/// Lets an update find its planes where they are, as if that were the device.
+pub(super) fn make_resident(request: &mut Request) {
+    let at = |span: &HostSpan| {
+        // SAFETY: the simulated device's memory is the host's; the slot's planes stay.
+        unsafe { DeviceSpan::new(span.address(), span.len()) }
+    };
+    if let Order::Update(part) = &mut request.order
+        && let Home::Host(Planes { exp_avg, exp_avg_sq, max_exp_avg_sq, kept }) = &part.home
+    {
+        let (exp_avg, exp_avg_sq) = (at(exp_avg), at(exp_avg_sq));
+        let (max_exp_avg_sq, kept) = (max_exp_avg_sq.as_ref().map(at), kept.as_ref().map(at));
+        part.home = Home::Device(Planes { exp_avg, exp_avg_sq, max_exp_avg_sq, kept });
     }
 }
 
