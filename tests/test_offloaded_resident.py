@@ -82,7 +82,9 @@ def test_bits(lanes_device: Any, dtype: Any, share: float, backwards: int, clip:
     assert lanes["resident_elements"] == 3 * on_device
 
 
-@pytest.mark.parametrize("options", [{"pin": False}, {"mode": "cpu"}, {"mode": "gpu"}, {"transfer": "zero_copy"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"pin": False}, {"mode": "cpu"}, {"mode": "gpu"}, {"transfer": "zero_copy"}], ids=str
+)
 @pytest.mark.parametrize("backwards", [1, 3])
 def test_wherever_the_gradient_is(lanes_device: Any, backwards: int, options: dict[str, Any]) -> None:
     """Not pinned, it comes back to the device for the update; nothing of it stays there."""

@@ -726,6 +726,16 @@ class OffloadedOptimizer(Optimizer):
         """Start or stop recording when each chunk of state was under way."""
         self._core.record_timeline(record)
 
+    def emit_nvtx(self, emit: bool = True) -> None:
+        """Start or stop showing each chunk of state as a range in profilers that know NVTX, in the domain "outboard".
+
+        Raises
+        ------
+        DeviceError
+            If this build has no NVTX.
+        """
+        self._core.emit_ranges(emit)
+
     def take_timeline(self) -> list[tuple[str, str, float, float]]:
         """Return and forget what was recorded: lane, parameter, start and end on the clock of `time.perf_counter`."""
         now = time.perf_counter()

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::kernel::Isa;
 use hazards::Access;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use streams::{Failure, Mark, Shared};
@@ -108,6 +108,15 @@ pub struct LogEntry {
     pub kind: OperationKind,
 }
 
+/// A range that was begun.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RangeEntry {
+    /// What it says.
+    pub message: String,
+    /// How often it has been ended.
+    pub ends: usize,
+}
+
 /// What a device has in use: all 0 when everything has been given back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -123,6 +132,7 @@ pub struct Counters {
 
 /// A device made of host memory. Operations that are waiting when it is dropped are discarded.
 pub struct SimulatedDevice {
+    ranges: Arc<Mutex<Vec<RangeEntry>>>,
     isa: Isa,
     schedule: Schedule,
     shared: Arc<Shared>,
@@ -150,7 +160,7 @@ impl SimulatedDevice {
             let started = thread.spawn(move || shared.execute(seed));
             executor = Some(started.map_err(|error| Error::Threads { threads: 1, cause: error.to_string() })?);
         }
-        Ok(Self { isa, schedule, shared, executor })
+        Ok(Self { ranges: Arc::default(), isa, schedule, shared, executor })
     }
 
     /// Gives work to a stream: a test's own kernel.
@@ -279,6 +289,11 @@ impl SimulatedDevice {
     /// The operations that have run since [`Self::keep_log`], in that order.
     pub fn log(&self) -> Vec<LogEntry> {
         self.shared.lock().log.clone().unwrap_or_default()
+    }
+
+    /// All ranges, in the order in which they were begun.
+    pub fn ranges(&self) -> Vec<RangeEntry> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// What is in use.

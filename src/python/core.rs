@@ -293,7 +293,17 @@ impl Core {
 
     /// Starts or stops recording when each chunk was under way.
     fn record_timeline(&mut self, record: bool) {
-        self.engines.all().for_each(|(_, engine)| engine.record_timeline(record));
+        self.engines.record_timeline(record);
+    }
+
+    /// Starts or stops showing each chunk as a range in profilers.
+    fn emit_ranges(&mut self, emit: bool) -> PyResult<()> {
+        if emit && !crate::cuda::has_ranges() {
+            let message = "this build of outboard has no NVTX: build with CUDA's compiler and nvidia-nvtx beside it";
+            return Err(Error::Cuda(message.into()).into());
+        }
+        self.engines.emit_ranges(emit);
+        Ok(())
     }
 
     /// What has been recorded: track, label, start and end, in seconds before now.

@@ -2,6 +2,7 @@
 //! lanes as they have room. It never waits for one event while other work is ready, and sleeps when there is none.
 
 mod ending;
+mod ranges;
 mod staging;
 
 pub(super) use ending::{Over, drain, release_all};
@@ -16,6 +17,7 @@ use super::workers::Workers;
 use crate::device::{Device, DeviceUpdate, Stream};
 use crate::error::{Error, Result};
 use crate::memory::{HostRing, HostSpan};
+use ranges::{Ranges, span};
 use staging::{Guard, Staging};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -80,6 +82,7 @@ pub(super) struct Dispatcher<D: Device> {
     resident_tables: HostRing,
     over: Sender<Over>,
     next_table: usize,
+    ranges: Ranges,
     /// A failure after which nobody can say when the device is done with what it was given.
     lost: Option<Error>,
     broken: Option<String>,
@@ -117,6 +120,7 @@ impl<D: Device> Dispatcher<D> {
             resident_tables,
             over,
             next_table: 0,
+            ranges: Ranges::default(),
             lost: None,
             broken: None,
         }
@@ -317,6 +321,9 @@ impl<D: Device> Dispatcher<D> {
     /// One launch: the state is where the weights are.
     fn start_resident(&mut self, id: u64) {
         let began = self.shared.now();
+        let job = self.active.get(&id).map(|active| &active.job);
+        let run = (0, job.map_or(0, |job| job.elements));
+        self.ranges.begin((&*self.device, &*self.shared), job, "resident", began, run);
         let result = self.launch_resident(id, began);
         let Some(active) = self.active.get_mut(&id) else { return };
         active.on_gpu = true;
@@ -409,6 +416,7 @@ impl<D: Device> Dispatcher<D> {
         let now = self.shared.now();
         if let Some(active) = self.active.get_mut(&key) {
             active.on_cpu = true;
+            self.ranges.begin((&*self.device, &*self.shared), Some(&active.job), "cpu lane", now, span(&chunks));
         }
         if let Err(error) = self.host.start(&self.device, key, chunks, now, &mut self.lost) {
             self.fail(key, &error);
@@ -424,11 +432,14 @@ impl<D: Device> Dispatcher<D> {
         let Some(active) = self.active.get_mut(&key.1) else { return false };
         let Work::Offload(rest) = &mut active.job.work else { return false };
         let run = rest.split_front(self.host.offload_len(rest));
+        let first = active.job.elements - active.untaken;
         active.untaken -= run.len;
         if active.untaken == 0 {
             self.queue.remove(&key);
         }
         let now = self.shared.now();
+        let of_run = (first, first + run.len);
+        self.ranges.begin((&*self.device, &*self.shared), Some(&active.job), "cpu lane", now, of_run);
         if let Err(error) = self.host.start_offload(&self.device, key.1, run, now, &mut self.lost) {
             self.fail(key.1, &error);
         }
@@ -444,6 +455,8 @@ impl<D: Device> Dispatcher<D> {
         let Some((key, chunks)) = taken else { return false };
         let elements = chunks.iter().map(|chunk| chunk.len).sum();
         let now = self.shared.now();
+        let job = self.active.get(&key).map(|active| &active.job);
+        self.ranges.begin((&*self.device, &*self.shared), job, "gpu lane", now, span(&chunks));
         let started = gpu.start(&self.device, key, chunks, now, &mut self.lost);
         if let Some(active) = self.active.get_mut(&key) {
             active.on_gpu = true;

@@ -55,7 +55,9 @@ impl<D: Device> Dispatcher<D> {
     pub(super) fn land(&mut self, landed: Vec<Landed>) {
         let now = self.shared.now();
         let record = self.shared.record_timeline.load(Ordering::Relaxed);
-        for Landed { job: id, elements, began, issued, lane } in landed {
+        for chunk in landed {
+            self.ranges.end(&chunk);
+            let Landed { job: id, elements, began, issued, lane } = chunk;
             if !issued {
                 self.issued(id, elements);
             }

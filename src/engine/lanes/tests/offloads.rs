@@ -4,7 +4,7 @@ use super::rig::{Kind, Rig, Setup, Terms, make_resident};
 use super::tools::{Tensor, eventually, within};
 use crate::device::Device;
 use crate::device::simulated::OperationKind::{Allocate, CopyIn, CopyOut, Record, Update, UpdateMany};
-use crate::device::simulated::Schedule;
+use crate::device::simulated::{RangeEntry, Schedule};
 use crate::engine::StepOptions;
 use crate::engine::lanes::{Gradient, Offload, Order, Request, Sum};
 use crate::memory::{Arena, DeviceSpan, Plane, plane_bytes};
@@ -95,6 +95,9 @@ fn updates_use_host_gradients() {
                     }
                     let resident: usize = KINDS.iter().step_by(2).map(|kind| kind.len).sum();
                     assert_eq!(rig.engine().stats().resident_elements, 3 * resident as u64);
+                    let of_resident = |range: &RangeEntry| range.message.starts_with("resident p");
+                    // Three of them, two in a bundle.
+                    assert_eq!(rig.device.ranges().iter().filter(|range| of_resident(range)).count(), 3 * 2);
                     drop(homes);
                     rig.finish();
                 });
@@ -146,6 +149,7 @@ fn the_device_fails() {
             let whole = |slot: &usize| taken && !failed.contains(slot);
             (0..KINDS.len()).filter(whole).for_each(|slot| rig.compare(slot));
             drop(rig.engine.take());
+            assert!(rig.device.ranges().iter().all(|range| range.ends == 1), "{:?}", rig.device.ranges());
             drop((tensors, homes));
         }
     });

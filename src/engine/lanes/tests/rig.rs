@@ -166,6 +166,7 @@ impl Rig {
         });
         let parameters = parameters.collect();
         let engine = Engine::new(Arc::clone(&device), Arc::clone(&pool), isa, setup.options.clone()).unwrap();
+        engine.emit_ranges(true);
         let (frees, made, dropped) = (true, 0, Arc::default());
         Self { engine: Some(engine), parameters, device, pool, isa, chance, frees, made, dropped }
     }
@@ -329,6 +330,8 @@ impl Rig {
         assert_eq!(self.dropped.load(Ordering::SeqCst), self.made, "keeps dropped");
         self.parameters.clear();
         assert_eq!(self.device.hazards(), [] as [String; 0]);
+        let left: Vec<_> = self.device.ranges().into_iter().filter(|range| range.ends != 1).collect();
+        assert_eq!(left, [], "ranges that have not ended once");
         // The last marks are for nobody any more.
         eventually("all streams are empty", || self.device.counters().unfinished == 0);
         assert_eq!(self.device.counters(), Counters::default());
