@@ -15,7 +15,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, exit};
 
-const SOURCES: [&str; 5] = ["cuda/adamw.cu", "cuda/copy.cu", "cuda/gradients.cu", "cuda/runtime.cu", "cuda/status.cu"];
+const SOURCES: [&str; 6] =
+    ["cuda/adamw.cu", "cuda/copy.cu", "cuda/gradients.cu", "cuda/ranges.cu", "cuda/runtime.cu", "cuda/status.cu"];
 const DEFAULT_ARCHS: &str = "80,90";
 
 /// Prints where each part of the package `nvidia.cu13` is; fails if there is none.
@@ -74,6 +75,8 @@ struct Compiler {
     version: String,
     /// The directory of `libcudart_static.a`.
     runtime: PathBuf,
+    /// Whether it has NVTX's headers, which are all of NVTX.
+    has_nvtx: bool,
 }
 
 fn find_compiler() -> Result<Compiler, String> {
@@ -124,26 +127,37 @@ fn version(nvcc: &Path) -> Option<String> {
 
 impl Compiler {
     fn new(nvcc: PathBuf, version: String) -> Result<Self, String> {
+        let runtime = Self::runtime(&nvcc)?;
+        let source = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("has_nvtx.cu");
+        let _ = fs::write(&source, "#include <nvtx3/nvToolsExt.h>\n");
+        let has_nvtx = run(Command::new(&nvcc).arg("-E").arg(&source)).is_some();
+        if !has_nvtx {
+            println!("cargo::warning=building without ranges for profilers: nvcc finds no nvtx3 (install nvidia-nvtx)");
+        }
+        Ok(Self { nvcc, version, runtime, has_nvtx })
+    }
+
+    /// Where the runtime to link is.
+    fn runtime(nvcc: &Path) -> Result<PathBuf, String> {
         const LIBRARY: &str = "libcudart_static.a";
         if let Some(given) = variable("OUTBOARD_CUDART_DIR") {
             let runtime = PathBuf::from(given);
             if !runtime.join(LIBRARY).is_file() {
                 fail(&format!("there is no {LIBRARY} where OUTBOARD_CUDART_DIR says"));
             }
-            return Ok(Self { nvcc, version, runtime });
+            return Ok(runtime);
         }
         let arch = target("ARCH");
         if !env::var("HOST").unwrap_or_default().starts_with(&format!("{arch}-")) {
             return Err(format!("OUTBOARD_CUDART_DIR does not say where {LIBRARY} for {arch} is"));
         }
         // Beside the `bin` of the real nvcc: in PyPI's wheel `lib`, in the toolkit one of the others.
-        let real = nvcc.canonicalize().unwrap_or_else(|_| nvcc.clone());
+        let real = nvcc.canonicalize().unwrap_or_else(|_| nvcc.to_owned());
         let root = real.parent().and_then(Path::parent).unwrap_or(Path::new("")).to_owned();
         ["lib", "lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"]
             .into_iter()
             .map(|dir| root.join(dir))
             .find(|dir| dir.join(LIBRARY).is_file())
-            .map(|runtime| Self { nvcc, version, runtime })
             .ok_or_else(|| format!("nvcc has no {LIBRARY} beside it"))
     }
 }
@@ -164,7 +178,8 @@ fn archs() -> Vec<u32> {
 
 fn describe(compiler: &Compiler, archs: &[u32]) -> String {
     let codes: Vec<String> = archs.iter().map(|arch| format!("sm_{arch}")).collect();
-    format!("nvcc {}, {} compute_{}", compiler.version, codes.join(" "), archs[archs.len() - 1])
+    let nvtx = if compiler.has_nvtx { "" } else { ", no NVTX" };
+    format!("nvcc {}, {} compute_{}{nvtx}", compiler.version, codes.join(" "), archs[archs.len() - 1])
 }
 
 fn compile(compiler: &Compiler, archs: &[u32]) {
@@ -176,6 +191,9 @@ fn compile(compiler: &Compiler, archs: &[u32]) {
     command.args(["-Xcompiler", "-fPIC,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]);
     for arch in archs {
         command.args(["-gencode", &format!("arch=compute_{arch},code=sm_{arch}")]);
+    }
+    if compiler.has_nvtx {
+        command.arg("-DOUTBOARD_CUDA_NVTX");
     }
     let newest = archs[archs.len() - 1];
     command.args(["-gencode", &format!("arch=compute_{newest},code=compute_{newest}")]);

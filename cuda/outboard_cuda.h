@@ -20,7 +20,8 @@
  *   [mapped]  host memory registered with CUDA as mapped, at the address by which the device knows it
  *             (cudaHostGetDevicePointer);
  *   [pinned]  host memory registered with CUDA as mapped, at the host's address;
- *   [CUDA]    no memory, but a handle of CUDA's: a cudaStream_t or a cudaEvent_t.
+ *   [CUDA]    no memory, but a handle of CUDA's: a cudaStream_t or a cudaEvent_t;
+ *   [NVTX]    no memory, but a handle of NVTX's.
  * Memory that is not [host] is used in the stream's order and must stay valid until the work is done.
  */
 #ifndef OUTBOARD_CUDA_H
@@ -271,6 +272,22 @@ int outboard_cuda_free(int device, void *memory);
 /* Whether the device knows [pinned] memory that was registered by its host address: whether that is [mapped], too.
  *   answer  [host]  written: 1 or 0 */
 int outboard_cuda_can_address_host(int device, int *answer);
+
+/* ---- Ranges for profilers -------------------------------------------------------------------------------------------- */
+
+/* Whether the library was compiled with NVTX, 1 or 0. Without it the functions below do nothing. They need no device. */
+int outboard_cuda_has_ranges(void);
+
+/* An NVTX domain of this name, for good: NULL where no profiler listens. name  [host] */
+void *outboard_cuda_range_domain(const char *name);
+
+/* Begins a range, which other threads may end, and others overlap. Returns its number.
+ *   domain   [NVTX]  from outboard_cuda_range_domain
+ *   message  [host]  UTF-8 */
+uint64_t outboard_cuda_range_begin(void *domain, const char *message);
+
+/* Ends a range of this domain. domain  [NVTX] */
+void outboard_cuda_range_end(void *domain, uint64_t range);
 
 /* ---- What is there ----------------------------------------------------------------------------------------------- */
 

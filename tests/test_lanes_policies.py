@@ -19,6 +19,7 @@ import torch
 import outboard
 from lanes import Layer, Stack, Twin, TwinModel, host_only, is_pending, plain_grad, set_grad, train
 from oracle import assert_same, norm64, same_bits
+from outboard._lanes import LaneOptions
 
 # A test that hangs does so in native code, where a signal does not reach it.
 pytestmark = pytest.mark.timeout(60, method="thread")
@@ -693,6 +694,92 @@ def test_memory_that_may_not_be_pinned(lanes_device) -> None:
     assert lanes["gpu_lane"]["chunks"] == 0
     assert opt.stats()["pinned_bytes"] == 0
     twin.check(opt)
+
+
+def limit_pins(lanes_device: Any, monkeypatch: Any, state_bytes: int) -> None:
+    """Let the system pin no more than a lane's ring of 1 MiB, its tables and so many bytes of state."""
+    if not lanes_device.is_simulated:
+        pytest.skip("needs a system with a limit")
+    opt = outboard.AdamW([lanes_device.parameter(torch.ones(3))], host_ring_bytes=1 << 20, pin=False)
+    assert opt.state
+    (lanes,) = opt.stats()["devices"].values()
+    monkeypatch.setattr(LaneOptions, "simulated_pinnable_bytes", lanes["host_ring_bytes"] + state_bytes)
+
+
+def test_memory_that_the_system_does_not_pin(lanes_device, monkeypatch) -> None:
+    limit_pins(lanes_device, monkeypatch, 1 << 20)
+    params = [lanes_device.parameter(torch.randn(70_000)) for _ in range(8)]
+    twin = Twin(params)
+    opt = outboard.AdamW(params, host_ring_bytes=1 << 20, threads=2)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    twin.step()
+    with pytest.warns(RuntimeWarning, match=r"cannot pin.*cudaErrorMemoryAllocation.*CPU lane alone.*locked") as told:
+        opt.step()
+    assert len(told) == 1
+    assert opt.stats()["pinned_bytes"] == 0
+    twin.check(opt)
+
+
+@pytest.mark.parametrize("by", ["attach", "step", "state", "load"])
+@pytest.mark.parametrize("limit", ["max_pinned_bytes", "system"])
+def test_pin_is_a_demand(lanes_device, monkeypatch, by, limit) -> None:
+    """What cannot be pinned is an error that says why; nothing has been made, and once it can be all goes on."""
+    options, error, message = {}, outboard.DeviceError, r"pin=True: cannot pin \d+ bytes.*cudaErrorMemoryAllocation"
+    if limit == "system":
+        limit_pins(lanes_device, monkeypatch, 1 << 20)
+    else:
+        error = ValueError
+        options = {"max_pinned_bytes": 1 << 20}
+        message = r"pin=True: \d+ bytes of optimizer state would exceed the 1048576 bytes .*\(0 are\): raise max_pinned"
+    model = Stack(70_000, 140_000, 70_000).to(lanes_device.device)
+    params, frozen = list(model.parameters())[:2], model[2].weight
+    frozen.requires_grad_(False)
+    opt = outboard.AdamW(model.parameters(), pin=True, host_ring_bytes=1 << 20, threads=2, **options)
+    twin = Twin(params)
+    saved = {"state": {0: {"step": 1.0, "exp_avg": torch.ones(70_000), "exp_avg_sq": torch.ones(70_000)}}}
+    saved["state"][1] = {"step": 1.0, "exp_avg": torch.ones(140_000), "exp_avg_sq": torch.ones(140_000)}
+    saved["param_groups"] = opt.state_dict()["param_groups"]
+    before = [p.detach().clone() for p in params]
+    calls = {
+        "attach": lambda: opt.attach(model),
+        "step": opt.step,
+        "state": lambda: opt.state[params[0]],
+        "load": lambda: opt.load_state_dict(saved),
+    }
+    for p in params:
+        p.grad = torch.randn_like(p)
+    grads = [p.grad for p in params]
+    for _ in range(2):
+        with pytest.raises(error, match=f"{message}.*pin='auto'"):
+            calls[by]()
+        stats = opt.stats()
+        assert (stats["parameters"], stats["arena_bytes"], stats["pinned_bytes"], stats["steps"]) == (0, 0, 0, 0)
+        assert [p.grad for p in params] == grads
+        assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+        assert opt.state_dict()["state"] == {}
+    # Less state fits.
+    opt.param_groups[0]["params"] = [params[0]]
+    twin.step([grads[0], None])
+    opt.step()
+    assert opt.stats()["pinned_bytes"] == opt.stats()["arena_bytes"] > 0
+    assert_same(params[0].detach().cpu(), twin.params[0], "after the error")
+    # That state stays as it is when more is refused.
+    opt.param_groups[0]["params"] = params
+    with pytest.raises(error, match=message.replace(r"\(0 are\)", r"\(\d+ are\)")):
+        opt.step()
+    assert opt.stats()["parameters"] == 1
+
+
+def test_resident_state_goes_back_if_other_state_is_refused(lanes_device) -> None:
+    params = [lanes_device.parameter(torch.randn(70_000)) for _ in range(2)]
+    opt = outboard.AdamW(params, pin=True, max_pinned_bytes=1, device_state_bytes=0.5, threads=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="pin=True"):
+            opt.state  # noqa: B018
+        assert opt.stats()["resident_parameters"] == 0
+    opt._slots.resident.budget([])
+    assert opt._slots.resident.take(params[0], amsgrad=False, is_device=True) is not None
 
 
 # ---- checkpoints

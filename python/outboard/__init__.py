@@ -23,6 +23,7 @@ from outboard._native import (
     WorkerError,
     build_info,
 )
+from outboard._trace import add_chunks_to_trace
 
 if _TYPE_CHECKING:
     from outboard import bench
@@ -42,6 +43,7 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "AdamW",
     "Adam",
+    "add_chunks_to_trace",
     "bench",
     "doctor",
     "build_info",

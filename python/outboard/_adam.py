@@ -163,7 +163,8 @@ class AdamW(_AdamFamily):
         for each device of a machine.
     pin : {"auto", True, False}
         Whether state of parameters on devices is pinned. "auto": unless `mode` is "cpu"; what cannot be pinned is
-        warned of, and updated on the CPU. True: that is an error.
+        warned of, and updated on the CPU. True: all of it, or the call that makes it raises (`ValueError` beyond
+        `max_pinned_bytes`, `DeviceError` where the system refuses), with nothing made.
     max_pinned_bytes : int, optional
         The most state that may be pinned. None: 0.7 of the machine's memory.
     device_ring_bytes : int, optional

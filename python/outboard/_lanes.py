@@ -38,6 +38,8 @@ class LaneOptions:
 
     #: Tests set it to the seed of a device that is made of host memory and takes the place of CUDA devices.
     simulate: ClassVar[int | None] = None
+    #: The bytes that this device lets be pinned, rings included; None: all.
+    simulated_pinnable_bytes: ClassVar[int | None] = None
     #: Chunks in flight in each lane, for measurements of the lanes themselves.
     device_depth: ClassVar[int | None] = None
     host_depth: ClassVar[int] = 16
@@ -89,6 +91,7 @@ class LaneOptions:
             "max_pinned_bytes": most,
             "offload": self.accumulation_steps > 1 if self.offload_gradients else None,
             "simulate": self.simulate,
+            "simulated_pinnable_bytes": self.simulated_pinnable_bytes,
             # The dispatcher and the program's own thread need a core each to be in time: with 16 workers on 16 cores
             # the lanes reached 4.9 Gel/s.
             "threads": threads if is_asked_for else max(1, threads - max(1, threads // 8)),

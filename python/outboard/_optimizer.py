@@ -726,6 +726,16 @@ class OffloadedOptimizer(Optimizer):
         """Start or stop recording when each chunk of state was under way."""
         self._core.record_timeline(record)
 
+    def emit_nvtx(self, emit: bool = True) -> None:
+        """Start or stop showing each chunk of state as a range in profilers that know NVTX, in the domain "outboard".
+
+        Raises
+        ------
+        DeviceError
+            If this build has no NVTX.
+        """
+        self._core.emit_ranges(emit)
+
     def take_timeline(self) -> list[tuple[str, str, float, float]]:
         """Return and forget what was recorded: lane, parameter, start and end on the clock of `time.perf_counter`."""
         now = time.perf_counter()
@@ -747,6 +757,7 @@ class OffloadedOptimizer(Optimizer):
         by_gpu = sum(device["gpu_lane"]["elements"] + device["resident_elements"] for device in devices)
         by_cpu = sum(device["cpu_lane"]["elements"] for device in devices)
         steps = max(1, self._counts["steps"])
+        accumulation = sum(device["accumulation_seconds"] for device in devices)
         return {
             **core,
             "device_bytes": sum(device["device_ring_bytes"] for device in devices) + core["resident_bytes"],
@@ -760,6 +771,8 @@ class OffloadedOptimizer(Optimizer):
             "skipped_steps": self._counts["skipped_steps"],
             "last_step_seconds": self._step_seconds,
             "last_grad_norm": self._last_grad_norm,
+            "accumulation_seconds": accumulation,
+            "accumulation_ms_per_step": accumulation * 1e3 / steps,
             "hook_ms_per_step": 0.0 if attachment is None else attachment.hook_seconds * 1e3 / steps,
             "forward_stall_ms": 0.0 if attachment is None else attachment.forward_seconds * 1e3 / steps,
             "gpu_share": by_gpu / (by_gpu + by_cpu) if by_gpu + by_cpu else 0.0,

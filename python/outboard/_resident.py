@@ -77,6 +77,13 @@ class ResidentPlanes:
         self.tensors[parameter] = planes
         return planes
 
+    def give_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Undo `take`, for parameters that have not been bound after all."""
+        for parameter in parameters:
+            planes = self.tensors.pop(parameter, {})
+            if planes:
+                self._left[parameter.device] += sum(plane.nbytes for plane in planes.values())
+
     def zero(self, parameter: torch.Tensor) -> None:
         """Set a resident parameter's planes to zero."""
         for plane in self.tensors.get(parameter, {}).values():

@@ -143,7 +143,11 @@ class Slots:
             entries.append((parameter, name, number, self._full_master, self._bf16_state, amsgrad, planes))
         if entries:
             self._choose_transfer(parameter for parameter, *_ in entries)
-            self.core.bind(self.groups, entries)
+            try:
+                self.core.bind(self.groups, entries)
+            except BaseException:
+                self.resident.give_back(fresh.values())
+                raise
             self.bound.extend(fresh.values())
             for warning in self.core.take_warnings():
                 warnings.warn(warning, RuntimeWarning, stacklevel=5)

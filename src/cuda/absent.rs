@@ -17,6 +17,21 @@ pub(super) fn status() -> Status {
     Status { compiled: None, devices: 0, driver_version: None, runtime_version: None, problem: Some(problem()) }
 }
 
+pub(super) fn has_ranges() -> bool {
+    false
+}
+
+/// A range that profilers would show.
+#[derive(Debug)]
+pub struct Range;
+
+impl Range {
+    /// Does nothing.
+    pub fn begin(_message: &str) -> Self {
+        Self
+    }
+}
+
 /// # Safety
 /// None is needed: the addresses are not used. It is unsafe as its counterpart is.
 pub(super) unsafe fn adamw(update: &DeviceUpdate<'_>, _stream: usize) -> Result<()> {
@@ -106,6 +121,10 @@ impl Device for CudaDevice {
     }
 
     fn can_address_host(&self) -> bool {
+        match *self {}
+    }
+
+    fn begin_range(&self, _: &str) -> Box<dyn Any + Send> {
         match *self {}
     }
 }

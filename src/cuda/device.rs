@@ -375,4 +375,8 @@ impl Device for CudaDevice {
     fn can_address_host(&self) -> bool {
         self.can_address_host
     }
+
+    fn begin_range(&self, message: &str) -> Box<dyn Any + Send> {
+        Box::new(super::Range::begin(message))
+    }
 }

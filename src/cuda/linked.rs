@@ -5,6 +5,7 @@ use super::{BUILD, Status, device, sys};
 use crate::device::DeviceUpdate;
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
 
 // Values of cudaError_t.
 pub(super) const SUCCESS: c_int = 0;
@@ -27,6 +28,39 @@ pub(super) fn status() -> Status {
         code => Some(no_device(code, driver_version)),
     };
     Status { compiled: Some(BUILD), devices, driver_version, runtime_version: version(runtime), problem }
+}
+
+pub(super) fn has_ranges() -> bool {
+    // SAFETY: has no preconditions.
+    unsafe { sys::outboard_cuda_has_ranges() != 0 }
+}
+
+/// The domain of all ranges, as a number.
+fn range_domain() -> usize {
+    static DOMAIN: OnceLock<usize> = OnceLock::new();
+    // SAFETY: a terminated string, which NVTX copies.
+    *DOMAIN.get_or_init(|| unsafe { sys::outboard_cuda_range_domain(c"outboard".as_ptr()) } as usize)
+}
+
+/// A range that profilers show, until it is dropped.
+#[derive(Debug)]
+pub struct Range(u64);
+
+impl Range {
+    /// Begins a range. A NUL in the message ends it.
+    pub fn begin(message: &str) -> Self {
+        let mut bytes = message.as_bytes().to_vec();
+        bytes.push(0);
+        // SAFETY: the string is terminated, and copied before the call returns.
+        Self(unsafe { sys::outboard_cuda_range_begin(range_domain() as *mut c_void, bytes.as_ptr().cast()) })
+    }
+}
+
+impl Drop for Range {
+    fn drop(&mut self) {
+        // SAFETY: begun in this domain, and ended once.
+        unsafe { sys::outboard_cuda_range_end(range_domain() as *mut c_void, self.0) };
+    }
 }
 
 /// CUDA's `1000 * major + 10 * minor` as (major, minor); 0 is no version.

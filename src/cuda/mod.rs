@@ -23,9 +23,11 @@ use absent as implementation;
 use linked as implementation;
 
 #[cfg(not(outboard_cuda))]
-pub use absent::{CudaDevice, CudaEvent};
+pub use absent::{CudaDevice, CudaEvent, Range};
 #[cfg(outboard_cuda)]
 pub use device::{CudaDevice, CudaEvent};
+#[cfg(outboard_cuda)]
+pub use linked::Range;
 
 use crate::device::DeviceUpdate;
 use crate::error::{Error, Result};
@@ -54,6 +56,11 @@ pub struct Status {
 /// What this build and this machine have of CUDA. It starts the driver, but makes no context on any device.
 pub fn status() -> Status {
     implementation::status()
+}
+
+/// Whether [`Range`]s are shown by profilers that know NVTX: whether the library was compiled with it.
+pub fn has_ranges() -> bool {
+    implementation::has_ranges()
 }
 
 /// Checks that there is a device to use.

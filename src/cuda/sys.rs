@@ -148,6 +148,14 @@ unsafe extern "C" {
 
     pub(super) fn outboard_cuda_can_address_host(device: c_int, answer: *mut c_int) -> c_int;
 
+    pub(super) fn outboard_cuda_has_ranges() -> c_int;
+
+    pub(super) fn outboard_cuda_range_domain(name: *const c_char) -> *mut c_void;
+
+    pub(super) fn outboard_cuda_range_begin(domain: *mut c_void, message: *const c_char) -> u64;
+
+    pub(super) fn outboard_cuda_range_end(domain: *mut c_void, range: u64);
+
     pub(super) fn outboard_cuda_probe(
         devices: *mut c_int,
         driver_version: *mut c_int,

@@ -202,4 +202,8 @@ pub trait Device: Debug + Send + Sync + 'static {
 
     /// Whether kernels can address pinned host memory, at the host's own addresses.
     fn can_address_host(&self) -> bool;
+
+    /// Begins a range in what profilers show of this process (NVTX, domain `outboard`). It ends when what is returned is
+    /// dropped, on any thread; ranges may overlap. Nothing of it reaches the device.
+    fn begin_range(&self, message: &str) -> Box<dyn Any + Send>;
 }

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::kernel::Isa;
 use hazards::Access;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use streams::{Failure, Mark, Shared};
@@ -108,6 +108,15 @@ pub struct LogEntry {
     pub kind: OperationKind,
 }
 
+/// A range that was begun.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RangeEntry {
+    /// What it says.
+    pub message: String,
+    /// How often it has been ended.
+    pub ends: usize,
+}
+
 /// What a device has in use: all 0 when everything has been given back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -123,6 +132,7 @@ pub struct Counters {
 
 /// A device made of host memory. Operations that are waiting when it is dropped are discarded.
 pub struct SimulatedDevice {
+    ranges: Arc<Mutex<Vec<RangeEntry>>>,
     isa: Isa,
     schedule: Schedule,
     shared: Arc<Shared>,
@@ -150,7 +160,7 @@ impl SimulatedDevice {
             let started = thread.spawn(move || shared.execute(seed));
             executor = Some(started.map_err(|error| Error::Threads { threads: 1, cause: error.to_string() })?);
         }
-        Ok(Self { isa, schedule, shared, executor })
+        Ok(Self { ranges: Arc::default(), isa, schedule, shared, executor })
     }
 
     /// Gives work to a stream: a test's own kernel.
@@ -281,12 +291,17 @@ impl SimulatedDevice {
         self.shared.lock().log.clone().unwrap_or_default()
     }
 
+    /// All ranges, in the order in which they were begun.
+    pub fn ranges(&self) -> Vec<RangeEntry> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// What is in use.
     pub fn counters(&self) -> Counters {
         let state = self.shared.lock();
         Counters {
             allocated_bytes: state.memory.allocated_bytes,
-            pinned_bytes: state.memory.pins.iter().map(|&(_, bytes)| bytes).sum(),
+            pinned_bytes: state.memory.pinned_bytes(),
             live_events: state.memory.live_events,
             unfinished: state.unfinished(),
         }
@@ -296,6 +311,11 @@ impl SimulatedDevice {
     /// address pinned memory is an error.
     pub fn set_can_address_host(&self, can: bool) {
         self.shared.lock().can_address_host = can;
+    }
+
+    /// The most bytes of host memory that may be pinned at once, as a system's limit: more is an error.
+    pub fn set_pinnable_bytes(&self, bytes: usize) {
+        self.shared.lock().memory.pinnable_bytes = Some(bytes);
     }
 
     /// How long [`wait`](super::Device::wait) stays while nothing runs at all, 30 seconds unless set: then it is an error

@@ -189,20 +189,23 @@ impl Core {
                 return Ok(());
             }
             let (bytes, most) = (slab.bytes(), engines.choices.max_pinned_bytes);
-            let served = "this state stays pageable and is served by the CPU lane alone";
-            if pinned + bytes > most {
-                warnings.push(format!(
-                    "{bytes} bytes of optimizer state would exceed the {most} bytes that may be pinned ({pinned} are): \
-                     {served}; raise max_pinned_bytes if the machine has the memory"
-                ));
+            let (what, error, cure): (_, fn(String) -> Error, _) = if pinned + bytes > most {
+                let limit = format!("the {most} bytes that may be pinned ({pinned} are)");
+                let what = format!("{bytes} bytes of optimizer state would exceed {limit}");
+                (what, Error::InvalidValue, "raise max_pinned_bytes if the machine has the memory")
             } else if let Err(error) = engine.pin(slab) {
-                if engines.choices.pin == Some(true) {
-                    return Err(error.into());
-                }
-                warnings.push(format!("cannot pin {bytes} bytes of optimizer state ({error}): {served}"));
+                let what = format!("cannot pin {bytes} bytes of optimizer state ({error})");
+                (what, Error::Cuda, "raise the limit of locked memory")
             } else {
                 pinned += bytes;
+                return Ok(());
+            };
+            if engines.choices.pin == Some(true) {
+                let instead = "pin='auto' leaves such state pageable, served by the CPU lane alone";
+                return Err(error(format!("pin=True: {what}: {cure}; {instead}")).into());
             }
+            let served = "this state stays pageable and is served by the CPU lane alone";
+            warnings.push(format!("{what}: {served}; {cure}"));
             Ok(())
         };
         parameters.bind(groups, entries, arena, &pool, offload, &mut pin)?;
@@ -290,7 +293,17 @@ impl Core {
 
     /// Starts or stops recording when each chunk was under way.
     fn record_timeline(&mut self, record: bool) {
-        self.engines.all().for_each(|(_, engine)| engine.record_timeline(record));
+        self.engines.record_timeline(record);
+    }
+
+    /// Starts or stops showing each chunk as a range in profilers.
+    fn emit_ranges(&mut self, emit: bool) -> PyResult<()> {
+        if emit && !crate::cuda::has_ranges() {
+            let message = "this build of outboard has no NVTX: build with CUDA's compiler and nvidia-nvtx beside it";
+            return Err(Error::Cuda(message.into()).into());
+        }
+        self.engines.emit_ranges(emit);
+        Ok(())
     }
 
     /// What has been recorded: track, label, start and end, in seconds before now.

@@ -21,6 +21,7 @@ pub(super) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     };
     info.set_item("isa", isa)?;
     info.set_item("isa_problem", problem)?;
+    info.set_item("nvtx", cuda::has_ranges())?;
     Ok(info)
 }
 

@@ -35,6 +35,7 @@ pub(super) trait Lanes: Send + Sync {
     fn stats(&self) -> LaneStats;
     fn record_timeline(&self, record: bool);
     fn take_timeline(&self) -> (Vec<Stretch>, Instant);
+    fn emit_ranges(&self, emit: bool);
     fn fail_at(&self, slot: usize, element: usize);
     fn pin(&self, slab: &Slab) -> Result<()>;
 }
@@ -79,6 +80,9 @@ impl<D: Device> Lanes for Engine<D> {
     fn take_timeline(&self) -> (Vec<Stretch>, Instant) {
         Engine::take_timeline(self)
     }
+    fn emit_ranges(&self, emit: bool) {
+        Engine::emit_ranges(self, emit);
+    }
     fn fail_at(&self, slot: usize, element: usize) {
         Engine::fail_at(self, slot, element);
     }
@@ -100,6 +104,8 @@ pub(super) struct Choices {
     pub(super) offload: Option<bool>,
     /// The seed of the simulated device that takes the place of real ones.
     pub(super) simulate: Option<u64>,
+    /// What the simulated device lets be pinned.
+    pub(super) simulated_pinnable_bytes: Option<usize>,
 }
 
 impl Choices {
@@ -126,7 +132,9 @@ impl Choices {
         let (pin, max_pinned_bytes) = (get("pin")?.extract()?, get("max_pinned_bytes")?.extract()?);
         let threads = get("threads")?.extract()?;
         let offload = get("offload")?.extract()?;
-        Ok(Self { lanes, pin, max_pinned_bytes, threads, offload, simulate: get("simulate")?.extract()? })
+        let simulate = get("simulate")?.extract()?;
+        let simulated_pinnable_bytes = get("simulated_pinnable_bytes")?.extract()?;
+        Ok(Self { lanes, pin, max_pinned_bytes, threads, offload, simulate, simulated_pinnable_bytes })
     }
 
     /// Whether state is to be pinned where it can be.
@@ -140,11 +148,15 @@ impl Choices {
 pub(super) struct Engines {
     pub(super) choices: Choices,
     by_place: Vec<(Place, Arc<dyn Lanes>)>,
+    /// Whether to record when chunks are under way, also of engines that are still to be made.
+    record_timeline: bool,
+    /// Whether to show them in profilers.
+    emit_ranges: bool,
 }
 
 impl Engines {
     pub(super) fn new(choices: Choices) -> Self {
-        Self { choices, by_place: Vec::new() }
+        Self { choices, by_place: Vec::new(), record_timeline: false, emit_ranges: false }
     }
 
     /// The engine of a device.
@@ -160,11 +172,29 @@ impl Engines {
             }
             Place::Simulated => {
                 let schedule = Schedule::Random { seed: self.choices.simulate.unwrap_or(0) };
-                Arc::new(Engine::new(Arc::new(SimulatedDevice::new(schedule)?), pool, isa, options)?)
+                let device = SimulatedDevice::new(schedule)?;
+                if let Some(bytes) = self.choices.simulated_pinnable_bytes {
+                    device.set_pinnable_bytes(bytes);
+                }
+                Arc::new(Engine::new(Arc::new(device), pool, isa, options)?)
             }
         };
+        engine.record_timeline(self.record_timeline);
+        engine.emit_ranges(self.emit_ranges);
         self.by_place.push((place, Arc::clone(&engine)));
         Ok(engine)
+    }
+
+    /// Starts or stops recording when chunks are under way.
+    pub(super) fn record_timeline(&mut self, record: bool) {
+        self.record_timeline = record;
+        self.all().for_each(|(_, engine)| engine.record_timeline(record));
+    }
+
+    /// Starts or stops showing chunks in profilers.
+    pub(super) fn emit_ranges(&mut self, emit: bool) {
+        self.emit_ranges = emit;
+        self.all().for_each(|(_, engine)| engine.emit_ranges(emit));
     }
 
     /// The engine of a device, if there is one.

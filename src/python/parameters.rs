@@ -64,8 +64,7 @@ fn kind_of(dtype: DType, full_master: bool) -> WeightKind {
 /// The dtype in which a parameter's offloaded gradient is kept: fp32 where several are added up (`offload` is then true),
 /// else its own.
 fn offload_dtype(offload: Option<bool>, spec: &SlotSpec, binding: &Binding) -> Option<DType> {
-    // Resident state is updated in one launch, at once.
-    let may = binding.place != Place::Host && binding.resident.is_none() && spec.layout.numel() > 0;
+    let may = binding.place != Place::Host && spec.layout.numel() > 0;
     let adds_up = offload.filter(|_| may)?;
     Some(if adds_up { DType::F32 } else { dtype_of(spec.weight) })
 }

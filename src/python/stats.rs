@@ -55,6 +55,10 @@ fn lane_stats<'py>(py: Python<'py>, stats: &LaneStats) -> PyResult<Bound<'py, Py
         totals.set_item("gb_per_s_from_device", rate(lane.bytes_out))?;
         dict.set_item(name, totals)?;
     }
+    dict.set_item("accumulation_seconds", stats.offload.seconds)?;
+    dict.set_item("accumulation_thread_seconds", stats.adding_seconds)?;
+    dict.set_item("offloaded_elements", stats.offload.elements)?;
+    dict.set_item("offloaded_bytes", stats.offload.bytes_out)?;
     dict.set_item("resident_elements", stats.resident_elements)?;
     dict.set_item("device_ring_bytes", stats.device_ring_bytes)?;
     dict.set_item("host_ring_bytes", stats.host_ring_bytes)?;

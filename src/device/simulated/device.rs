@@ -4,7 +4,7 @@ use super::hazards::Access;
 use super::memory::{self, Pin};
 use super::streams::{Mark, State, refusal};
 use super::work::{self, Stamp};
-use super::{OperationKind, SimulatedDevice, SimulatedEvent, Stream};
+use super::{OperationKind, RangeEntry, SimulatedDevice, SimulatedEvent, Stream};
 use crate::device::{Device, DeviceCopy, DeviceGrad, DeviceUpdate, TABLE_ENTRY_BYTES};
 use crate::error::{Error, Result};
 use crate::memory::{DeviceSpan, HostSpan, page_size};
@@ -281,12 +281,35 @@ impl Device for SimulatedDevice {
         if state.memory.is_pinned(&Access::read(start, bytes)) {
             return Err(refusal("cudaErrorHostMemoryAlreadyRegistered", kind, &what));
         }
+        if state.memory.pinnable_bytes.is_some_and(|most| state.memory.pinned_bytes() + bytes > most) {
+            return Err(refusal("cudaErrorMemoryAllocation", kind, &what));
+        }
         state.memory.pins.push((start, bytes));
         Ok(Box::new(Pin { shared: Arc::clone(&self.shared), start, bytes }))
     }
 
     fn can_address_host(&self) -> bool {
         self.shared.lock().can_address_host
+    }
+
+    fn begin_range(&self, message: &str) -> Box<dyn Any + Send> {
+        let mut ranges = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
+        ranges.push(RangeEntry { message: message.to_owned(), ends: 0 });
+        let (index, shown) = (ranges.len() - 1, crate::cuda::Range::begin(message));
+        Box::new(Range { log: Arc::clone(&self.ranges), index, _shown: shown })
+    }
+}
+
+/// A range in the log, and in a profiler's where there is one: it needs no GPU.
+struct Range {
+    log: Arc<Mutex<Vec<RangeEntry>>>,
+    index: usize,
+    _shown: crate::cuda::Range,
+}
+
+impl Drop for Range {
+    fn drop(&mut self) {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)[self.index].ends += 1;
     }
 }
 

@@ -20,12 +20,18 @@ pub(super) struct Memory {
     pub(super) live_events: usize,
     /// Address and bytes.
     pub(super) pins: Vec<(usize, usize)>,
+    /// The most that may be pinned.
+    pub(super) pinnable_bytes: Option<usize>,
     /// Blocks that were freed while work was under way that uses them: that is a hazard, and reported; nothing worse
     /// shall come of it.
     quarantine: Vec<Block>,
 }
 
 impl Memory {
+    pub(super) fn pinned_bytes(&self) -> usize {
+        self.pins.iter().map(|&(_, bytes)| bytes).sum()
+    }
+
     pub(super) fn is_pinned(&self, access: &Access) -> bool {
         self.pins.iter().any(|&(start, bytes)| access.overlaps(start, start + bytes))
     }

@@ -2,6 +2,8 @@
 //! lanes as they have room. It never waits for one event while other work is ready, and sleeps when there is none.
 
 mod ending;
+mod ranges;
+mod staging;
 
 pub(super) use ending::{Over, drain, release_all};
 
@@ -16,6 +18,8 @@ use super::workers::Workers;
 use crate::device::{Device, DeviceUpdate, Stream};
 use crate::error::{Error, Result};
 use crate::memory::{HostRing, HostSpan};
+use ranges::{Ranges, span};
+use staging::{Guard, Staging};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
@@ -51,6 +55,7 @@ struct Resident<D: Device> {
     done: D::Event,
     began: f64,
     table: Option<HostSpan>,
+    staged: Vec<Guard>,
 }
 
 pub(super) struct Dispatcher<D: Device> {
@@ -77,6 +82,7 @@ pub(super) struct Dispatcher<D: Device> {
     resident_tables: HostRing,
     over: Sender<Over>,
     next_table: usize,
+    ranges: Ranges,
     /// A failure after which nobody can say when the device is done with what it was given.
     lost: Option<Error>,
     broken: Option<String>,
@@ -113,6 +119,7 @@ impl<D: Device> Dispatcher<D> {
             resident_tables,
             over,
             next_table: 0,
+            ranges: Ranges::default(),
             lost: None,
             broken: None,
         }
@@ -316,6 +323,9 @@ impl<D: Device> Dispatcher<D> {
     /// One launch: the state is where the weights are.
     fn start_resident(&mut self, id: u64) {
         let began = self.shared.now();
+        let job = self.active.get(&id).map(|active| &active.job);
+        let run = (0, job.map_or(0, |job| job.elements));
+        self.ranges.begin((&*self.device, &*self.shared), job, "resident", began, run);
         let result = self.launch_resident(id, began);
         let Some(active) = self.active.get_mut(&id) else { return };
         active.on_gpu = true;
@@ -337,7 +347,11 @@ impl<D: Device> Dispatcher<D> {
         let Some(Active { job: Job { work: Work::Resident(parts), .. }, .. }) = self.active.get(&id) else {
             return Ok(());
         };
-        let updates: Vec<DeviceUpdate<'_>> = Work::resident_updates(parts);
+        let mut updates: Vec<DeviceUpdate<'_>> = Work::resident_updates(parts);
+        let mut staging = Staging::new(&self.device);
+        for ((.., grad, _), update) in parts.iter().zip(&mut updates) {
+            staging.bring(grad, update)?;
+        }
         let mut table = None;
         if let [update] = &updates[..] {
             self.device.update(update, Stream::Update)?;
@@ -358,7 +372,7 @@ impl<D: Device> Dispatcher<D> {
         }
         match self.mark(Stream::Update) {
             Ok(done) => {
-                self.resident.push_back(Resident { job: id, done, began, table });
+                self.resident.push_back(Resident { job: id, done, began, table, staged: staging.started() });
                 Ok(())
             }
             Err(error) => {
@@ -397,6 +411,7 @@ impl<D: Device> Dispatcher<D> {
         let now = self.shared.now();
         if let Some(active) = self.active.get_mut(&key) {
             active.on_cpu = true;
+            self.ranges.begin((&*self.device, &*self.shared), Some(&active.job), "cpu lane", now, span(&chunks));
         }
         if let Err(error) = self.host.start(&self.device, key, chunks, now, &mut self.lost) {
             self.fail(key, &error);
@@ -410,11 +425,14 @@ impl<D: Device> Dispatcher<D> {
         let Some(active) = self.active.get_mut(&key.1) else { return false };
         let Work::Offload(rest) = &mut active.job.work else { return false };
         let run = rest.split_front(self.host.offload_len(rest));
+        let first = active.job.elements - active.untaken;
         active.untaken -= run.len;
         if active.untaken == 0 {
             self.queue.remove(key);
         }
         let now = self.shared.now();
+        let of_run = (first, first + run.len);
+        self.ranges.begin((&*self.device, &*self.shared), Some(&active.job), "cpu lane", now, of_run);
         if let Err(error) = self.host.start_offload(&self.device, key.1, run, now, &mut self.lost) {
             self.fail(key.1, &error);
         }
@@ -431,6 +449,8 @@ impl<D: Device> Dispatcher<D> {
         let Some((key, chunks)) = taken else { return false };
         let elements = chunks.iter().map(|chunk| chunk.len).sum();
         let now = self.shared.now();
+        let job = self.active.get(&key).map(|active| &active.job);
+        self.ranges.begin((&*self.device, &*self.shared), job, "gpu lane", now, span(&chunks));
         let started = gpu.start(&self.device, key, chunks, now, &mut self.lost);
         if let Some(active) = self.active.get_mut(&key) {
             active.on_gpu = true;
@@ -449,7 +469,8 @@ impl<D: Device> Dispatcher<D> {
         let stats = &mut state.stats;
         stats.in_flight = (stats.in_flight.0.max(gpu), stats.in_flight.1.max(cpu));
         stats.cpu = self.host.totals;
-        stats.compute_seconds = self.workers.seconds();
+        (stats.offload, stats.adding_seconds) = (self.host.offload, self.host.adding_seconds);
+        stats.compute_seconds = self.host.compute_seconds;
         if let Some(gpu) = &self.gpu {
             stats.gpu = gpu.totals;
         }

@@ -51,6 +51,12 @@ pub(super) struct HostLane<D: Device> {
     uploading: VecDeque<usize>,
     chunk_elems: usize,
     pub(super) totals: LaneTotals,
+    /// Of gradients that leave the device, and how many runs of them are in flight.
+    pub(super) offload: LaneTotals,
+    offloading: usize,
+    pub(super) adding_seconds: f64,
+    /// The same of updates.
+    pub(super) compute_seconds: f64,
 }
 
 impl<D: Device> HostLane<D> {
@@ -68,7 +74,22 @@ impl<D: Device> HostLane<D> {
             .map(|_| Ok(Slot { down: device.event()?, up: device.event()?, work: None }))
             .collect::<Result<_>>()?;
         let (downloading, uploading, totals) = (VecDeque::new(), VecDeque::new(), LaneTotals::default());
-        Ok(Self { slots, ring, tables, slot_bytes, free, downloading, uploading, chunk_elems, totals })
+        let (offload, offloading, adding_seconds, compute_seconds) = (totals, 0, 0.0, 0.0);
+        Ok(Self {
+            slots,
+            ring,
+            tables,
+            slot_bytes,
+            free,
+            downloading,
+            uploading,
+            chunk_elems,
+            totals,
+            offload,
+            offloading,
+            adding_seconds,
+            compute_seconds,
+        })
     }
 
     pub(super) fn ring_bytes(&self) -> usize {
@@ -138,6 +159,9 @@ impl<D: Device> HostLane<D> {
         let slot = self.free.pop().expect("the caller has asked for room");
         self.totals.begin(self.in_flight() == 1, now);
         self.totals.bytes_out += offload.grad.len() as u64;
+        self.offload.begin(self.offloading == 0, now);
+        self.offload.count(offload.len, 0, offload.grad.len());
+        self.offloading += 1;
         let mut lent = Vec::new();
         let given = if offload.sum == Sum::Keep {
             device.copy_out(&offload.to, &offload.grad, Stream::Down)
@@ -233,7 +257,12 @@ impl<D: Device> HostLane<D> {
     }
 
     fn finish(&mut self, slot: usize, now: f64, issued: bool, landed: &mut Vec<Landed>) {
-        let InFlight { job, elements, began, stages, .. } = self.slots[slot].work.take().expect("a busy slot has work");
+        let work = self.slots[slot].work.take().expect("a busy slot has work");
+        let InFlight { job, elements, began, stages, offload, .. } = work;
+        if offload.is_some() {
+            self.offloading -= 1;
+            self.offload.end(self.offloading == 0, now);
+        }
         self.free.push(slot);
         self.totals.end(self.in_flight() == 0, now);
         landed.push(Landed { job, elements, began, stages: Some(stages), issued, lane: LANE });
@@ -247,6 +276,7 @@ impl<D: Device> HostLane<D> {
     /// Ends a slot whose gradient the workers have added up; `None` if it has weights to send up.
     pub(super) fn end_offload(&mut self, computed: &Computed, now: f64) -> Option<Landed> {
         self.slots[computed.slot].work.as_ref().filter(|work| work.offload.is_some())?;
+        self.adding_seconds += computed.spent.as_secs_f64();
         let mut landed = Vec::new();
         self.finish(computed.slot, now, false, &mut landed);
         landed.pop()
@@ -254,7 +284,8 @@ impl<D: Device> HostLane<D> {
 
     /// Sends the weights of a computed slot up, but for those with broken pieces. `lost` as for [`Self::start`].
     pub(super) fn upload(&mut self, device: &D, computed: Computed, now: f64, lost: &mut Option<Error>) -> Result<()> {
-        let Computed { slot, chunks, broken } = computed;
+        let Computed { slot, chunks, broken, spent } = computed;
+        self.compute_seconds += spent.as_secs_f64();
         let work = self.slots[slot].work.as_mut().expect("a busy slot has work");
         work.stages[1] = now;
         work.chunks = chunks;

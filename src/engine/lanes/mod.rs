@@ -139,6 +139,7 @@ struct Shared<D: Device> {
     /// For callers: something has been issued, or has landed.
     moved: Condvar,
     record_timeline: AtomicBool,
+    emit_ranges: AtomicBool,
     started: Instant,
 }
 
@@ -265,6 +266,7 @@ impl<D: Device> Engine<D> {
             wake: Condvar::new(),
             moved: Condvar::new(),
             record_timeline: AtomicBool::new(false),
+            emit_ranges: AtomicBool::new(false),
             started,
         });
         let fail_at: Arc<Mutex<Vec<(usize, usize)>>> = Arc::default();
@@ -278,7 +280,7 @@ impl<D: Device> Engine<D> {
                 }
             })
         };
-        let workers = workers::Workers { pool, isa, tell, fail_at: Arc::clone(&fail_at), spent: Arc::default() };
+        let workers = workers::Workers { pool, isa, tell, fail_at: Arc::clone(&fail_at) };
         let (ending, over) = std::sync::mpsc::channel();
         let dispatcher = Dispatcher::new(
             Arc::clone(&device),
@@ -508,6 +510,11 @@ impl<D: Device> Engine<D> {
     /// Starts or stops recording each chunk's time.
     pub fn record_timeline(&self, record: bool) {
         self.shared.record_timeline.store(record, Ordering::Relaxed);
+    }
+
+    /// Starts or stops showing each chunk as a range in profilers: [`Device::begin_range`].
+    pub fn emit_ranges(&self, emit: bool) {
+        self.shared.emit_ranges.store(emit, Ordering::Relaxed);
     }
 
     /// What has been recorded, and the moment that its times count from.

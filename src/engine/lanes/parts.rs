@@ -32,7 +32,7 @@ pub enum Home {
 pub enum Gradient {
     /// On the device.
     Device(DeviceSpan),
-    /// In pinned host memory that the device can address, where it has been offloaded.
+    /// In host memory, where it has been offloaded.
     Host(HostSpan),
 }
 

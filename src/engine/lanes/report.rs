@@ -59,6 +59,11 @@ pub struct LaneStats {
     pub gpu: LaneTotals,
     /// The CPU lane.
     pub cpu: LaneTotals,
+    /// Gradients brought to host memory; `bytes_out` of them are part of the CPU lane's. A gradient that is added to a
+    /// sum is in flight until it has been.
+    pub offload: LaneTotals,
+    /// Seconds of worker threads spent adding gradients up, of all threads together.
+    pub adding_seconds: f64,
     /// Elements updated whose state is on the device.
     pub resident_elements: u64,
     /// Device memory of the ring.

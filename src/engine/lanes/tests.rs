@@ -4,6 +4,7 @@ mod bits;
 mod drops;
 mod events;
 mod failures;
+mod offloads;
 mod order;
 mod repeats;
 mod rig;

@@ -12,7 +12,7 @@ use crate::pool::{WorkerPool, attempt};
 use half::{bf16, f16};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Elements of the pieces that workers take: small enough for a chunk's last pieces to even out over the threads.
 const PIECE_ELEMS: usize = 64 * 1024;
@@ -33,6 +33,8 @@ pub(super) struct Computed {
     pub(super) slot: usize,
     pub(super) chunks: Vec<Chunk>,
     pub(super) broken: Vec<Broken>,
+    /// By the threads together.
+    pub(super) spent: Duration,
 }
 
 impl Computed {
@@ -52,15 +54,6 @@ pub(super) struct Workers {
     pub(super) tell: Tell,
     /// For tests: a slot and an element whose piece panics.
     pub(super) fail_at: Arc<Mutex<Vec<(usize, usize)>>>,
-    /// Nanoseconds spent in pieces, by all threads together.
-    pub(super) spent: Arc<AtomicU64>,
-}
-
-impl Workers {
-    /// Seconds that the threads have spent in updates, all together.
-    pub(super) fn seconds(&self) -> f64 {
-        self.spent.load(Ordering::Relaxed) as f64 * 1e-9
-    }
 }
 
 /// One worker's share.
@@ -116,6 +109,7 @@ pub(super) fn compute(slot: usize, mut chunks: Vec<Chunk>, lent: Vec<HostSpan>, 
         left: AtomicUsize::new(pieces.len().max(1)),
         chunks: Mutex::new(chunks),
         broken: Mutex::default(),
+        spent: AtomicU64::new(0),
         tell: Arc::clone(&workers.tell),
     });
     if pieces.is_empty() {
@@ -124,13 +118,12 @@ pub(super) fn compute(slot: usize, mut chunks: Vec<Chunk>, lent: Vec<HostSpan>, 
     }
     workers.pool.spawn_all(pieces.into_iter().map(|pieces| -> Box<dyn FnOnce() + Send> {
         let (shared, isa, fail_at) = (Arc::clone(&shared), workers.isa, Arc::clone(&workers.fail_at));
-        let spent = Arc::clone(&workers.spent);
         Box::new(move || {
             let began = Instant::now();
             for piece in pieces {
                 shared.run(piece, isa, &fail_at);
             }
-            spent.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            shared.spent.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
             shared.done();
         })
     }))
@@ -151,6 +144,7 @@ pub(super) fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, wo
         left: AtomicUsize::new(pieces.len().max(1)),
         chunks: Mutex::default(),
         broken: Mutex::default(),
+        spent: AtomicU64::new(0),
         tell: Arc::clone(&workers.tell),
     });
     if pieces.is_empty() {
@@ -169,10 +163,12 @@ pub(super) fn add_up(slot: usize, offload: &mut Offload, lent: Vec<HostSpan>, wo
                 };
                 accumulate(isa, grad, sum == Sum::Add, to.as_mut_slice());
             };
+            let began = Instant::now();
             if let Err(cause) = attempt(work) {
                 let broken = Broken { slot: of, name, first: 0, len: 0, cause };
                 shared.broken.lock().unwrap_or_else(PoisonError::into_inner).push(broken);
             }
+            shared.spent.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
             drop((grad, to));
             shared.done();
         })
@@ -185,6 +181,8 @@ struct Shared {
     left: AtomicUsize,
     chunks: Mutex<Vec<Chunk>>,
     broken: Mutex<Vec<Broken>>,
+    /// Nanoseconds.
+    spent: AtomicU64,
     tell: Tell,
 }
 
@@ -210,7 +208,8 @@ impl Shared {
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
             let chunks = std::mem::take(&mut *self.chunks.lock().unwrap_or_else(PoisonError::into_inner));
             let broken = std::mem::take(&mut *self.broken.lock().unwrap_or_else(PoisonError::into_inner));
-            (self.tell)(Computed { slot: self.slot, chunks, broken });
+            let spent = Duration::from_nanos(self.spent.load(Ordering::Relaxed));
+            (self.tell)(Computed { slot: self.slot, chunks, broken, spent });
         }
     }
 }

@@ -55,7 +55,9 @@ impl<D: Device> Dispatcher<D> {
     pub(super) fn land(&mut self, landed: Vec<Landed>) {
         let now = self.shared.now();
         let record = self.shared.record_timeline.load(Ordering::Relaxed);
-        for Landed { job: id, elements, began, stages, issued, lane } in landed {
+        for chunk in landed {
+            self.ranges.end(&chunk);
+            let Landed { job: id, elements, began, stages, issued, lane } = chunk;
             if !issued {
                 self.issued(id, elements);
             }
@@ -183,8 +185,8 @@ impl<D: Device> Dispatcher<D> {
         if let Some(gpu) = &mut self.gpu {
             lost.extend(gpu.abandon());
         }
-        for Resident { job, began, table, .. } in self.resident.drain(..) {
-            std::mem::forget(table);
+        for Resident { job, began, table, staged, .. } in self.resident.drain(..) {
+            std::mem::forget((table, staged));
             let elements = self.active.get(&job).map_or(0, |active| active.unlanded);
             lost.push(Landed { job, elements, began, stages: None, issued: true, lane: "resident" });
         }

@@ -1,13 +1,12 @@
 //! The host's bits, whatever the lanes, their sizes and the device's order.
 
-use super::rig::{Kind, Rig, Setup, Terms, grad_view};
+use super::rig::{Kind, Rig, Setup, Terms, grad_view, make_resident};
 use super::tools::{Chance, Tensor, within};
 use crate::device::simulated::Schedule;
 use crate::device::{Device, DeviceGrad, Stream};
-use crate::engine::lanes::{Home, LaneOptions, Order, Planes, Transfer};
+use crate::engine::lanes::{LaneOptions, Transfer};
 use crate::engine::{NonFinite, StepOptions, judge};
 use crate::kernel::{AdamWConfig, GradDType, MomentDType, WeightKind};
-use crate::memory::{DeviceSpan, HostSpan};
 use proptest::prelude::*;
 use std::sync::{Arc, Mutex};
 
@@ -253,22 +252,7 @@ fn resident_state() {
                 let values = rig.chance.values(kind.grad, kind.len);
                 let grad = rig.grad(&values);
                 let mut request = rig.request(index, &grad, &Terms::default());
-                let at = |span: &HostSpan| {
-                    // SAFETY: the simulated device's memory is the host's; the slot's planes stay.
-                    unsafe { DeviceSpan::new(span.address(), span.len()) }
-                };
-                if let Order::Update(part) = &mut request.order
-                    && let Home::Host(Planes { exp_avg, exp_avg_sq, max_exp_avg_sq, kept }) = &part.home
-                {
-                    let (exp_avg, exp_avg_sq) = (at(exp_avg), at(exp_avg_sq));
-                    let planes = Planes {
-                        exp_avg,
-                        exp_avg_sq,
-                        max_exp_avg_sq: max_exp_avg_sq.as_ref().map(at),
-                        kept: kept.as_ref().map(at),
-                    };
-                    part.home = Home::Device(planes);
-                }
+                make_resident(&mut request);
                 twins.push((index, Tensor::holding(&values, 0)));
                 requests.push(request);
             }

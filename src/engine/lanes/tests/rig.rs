@@ -11,7 +11,7 @@ use crate::engine::{
 };
 use crate::error::{Error, Failure};
 use crate::kernel::{AdamWConfig, Constants, GradDType, Isa, MomentDType, Noise, WeightKind};
-use crate::memory::{Arena, DeviceSpan, Element, Layout, Plane};
+use crate::memory::{Arena, DeviceSpan, Element, HostSpan, Layout, Plane};
 use crate::pool::WorkerPool;
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -166,6 +166,7 @@ impl Rig {
         });
         let parameters = parameters.collect();
         let engine = Engine::new(Arc::clone(&device), Arc::clone(&pool), isa, setup.options.clone()).unwrap();
+        engine.emit_ranges(true);
         let (frees, made, dropped) = (true, 0, Arc::default());
         Self { engine: Some(engine), parameters, device, pool, isa, chance, frees, made, dropped }
     }
@@ -329,6 +330,8 @@ impl Rig {
         assert_eq!(self.dropped.load(Ordering::SeqCst), self.made, "keeps dropped");
         self.parameters.clear();
         assert_eq!(self.device.hazards(), [] as [String; 0]);
+        let left: Vec<_> = self.device.ranges().into_iter().filter(|range| range.ends != 1).collect();
+        assert_eq!(left, [], "ranges that have not ended once");
         // The last marks are for nobody any more.
         eventually("all streams are empty", || self.device.counters().unfinished == 0);
         assert_eq!(self.device.counters(), Counters::default());
@@ -360,6 +363,21 @@ impl Drop for Rig {
     fn drop(&mut self) {
         // So that a test that fails does not hang.
         self.release_all();
+    }
+}
+
+/// Lets an update find its planes where they are, as if that were the device.
+pub(super) fn make_resident(request: &mut Request) {
+    let at = |span: &HostSpan| {
+        // SAFETY: the simulated device's memory is the host's; the slot's planes stay.
+        unsafe { DeviceSpan::new(span.address(), span.len()) }
+    };
+    if let Order::Update(part) = &mut request.order
+        && let Home::Host(Planes { exp_avg, exp_avg_sq, max_exp_avg_sq, kept }) = &part.home
+    {
+        let (exp_avg, exp_avg_sq) = (at(exp_avg), at(exp_avg_sq));
+        let (max_exp_avg_sq, kept) = (max_exp_avg_sq.as_ref().map(at), kept.as_ref().map(at));
+        part.home = Home::Device(Planes { exp_avg, exp_avg_sq, max_exp_avg_sq, kept });
     }
 }
 

@@ -3,7 +3,7 @@
 use super::rig::{Kind, Rig, Setup, Terms};
 use super::tools::{eventually, within};
 use crate::device::Stream;
-use crate::device::simulated::Schedule;
+use crate::device::simulated::{RangeEntry, Schedule};
 use crate::engine::lanes::Stretch;
 
 const KINDS: [Kind; 5] = [Kind::f32(70_000), Kind::split(100), Kind::split(300), Kind::f32(5), Kind::split(130_000)];
@@ -38,6 +38,56 @@ fn lanes_share_all_elements() {
             });
         }
     }
+}
+
+/// A range for each chunk, with what it holds; none once that is not wanted any more.
+#[test]
+fn ranges_are_the_chunks() {
+    for (gpu, cpu) in [(true, false), (false, true), (true, true)] {
+        within("ranges", move || {
+            let mut rig = Rig::new(&Setup::new(Schedule::Random { seed: 8 }, gpu, cpu).chunks(10_000), &KINDS);
+            rig.submit(&ALL, 1, &Terms::default());
+            rig.engine().synchronize().unwrap();
+            let ranges = rig.device.ranges();
+            assert!(ranges.iter().all(|range| range.ends == 1), "{ranges:?}");
+            let in_lane = |range: &RangeEntry| {
+                let lane = ["gpu lane ", "cpu lane "].into_iter().find_map(|lane| range.message.strip_prefix(lane));
+                assert!(gpu || !range.message.starts_with("gpu"));
+                assert!(cpu || !range.message.starts_with("cpu"));
+                lane.unwrap().to_owned()
+            };
+            let mut found: Vec<String> = ranges.iter().map(in_lane).collect();
+            found.sort_unstable();
+            let mut wanted = vec!["p1 and 1 more [0:400]".to_owned(), "p3 [0:5]".to_owned()];
+            for (name, len) in [("p0", 70_000), ("p4", 130_000)] {
+                let cuts: Vec<usize> = (0..len).step_by(10_000).chain([len]).collect();
+                wanted.extend(cuts.windows(2).map(|cut| format!("{name} [{}:{}]", cut[0], cut[1])));
+            }
+            wanted.sort_unstable();
+            assert_eq!(found, wanted);
+            rig.engine().emit_ranges(false);
+            rig.submit(&ALL, 1, &Terms::default());
+            rig.engine().synchronize().unwrap();
+            assert_eq!(rig.device.ranges().len(), ranges.len());
+            rig.finish();
+        });
+    }
+}
+
+/// Ranges end when what they show has landed, not when it was given.
+#[test]
+fn ranges_last_as_long_as_chunks() {
+    within("a range that lasts", || {
+        let mut rig = Rig::new(&Setup::new(Schedule::Eager, true, false), &KINDS);
+        rig.device.hold(Stream::StateOut);
+        rig.submit(&[0], 1, &Terms::default());
+        eventually("it is begun", || !rig.device.ranges().is_empty());
+        assert_eq!(rig.device.ranges()[0].ends, 0);
+        rig.device.release(Stream::StateOut);
+        rig.engine().synchronize().unwrap();
+        assert!(rig.device.ranges().iter().all(|range| range.ends == 1));
+        rig.finish();
+    });
 }
 
 /// Unpinned state is the CPU lane's in every mode.
@@ -109,6 +159,9 @@ fn a_timeline_is_kept_when_asked_for() {
         let (stages, timeline): (Vec<_>, Vec<_>) = all.into_iter().partition(|(track, ..)| track.contains(':'));
         assert_eq!(timeline.len(), 7 + 13 + 2);
         for (lane, name, began, ended) in &timeline {
+            assert!(["gpu lane", "cpu lane"].contains(lane), "{lane}");
+            assert!(name.starts_with('p'));
+            assert!(0.0 <= *began && began <= ended && *ended <= started.elapsed().as_secs_f64());
             // Copy, update and copy, one behind the other, make up the whole.
             let inside = |stage: &&Stretch| {
                 stage.0.starts_with(lane) && stage.1 == *name && *began <= stage.2 && stage.3 <= *ended

@@ -142,4 +142,8 @@ impl Device for Watched {
     fn can_address_host(&self) -> bool {
         self.inner.can_address_host()
     }
+
+    fn begin_range(&self, message: &str) -> Box<dyn Any + Send> {
+        self.inner.begin_range(message)
+    }
 }
