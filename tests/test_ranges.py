@@ -125,7 +125,8 @@ TRAINING = """
     assert len(opt.take_timeline()) or "fails" in sys.argv
     opt.close()
     for lane, name, start, end in chunks:
-        print(lane, name, sep="\\t")
+        if ":" not in lane:
+            print(lane, name, sep="\\t")
 """
 
 
@@ -233,7 +234,7 @@ def test_a_timeline_from_the_start(lanes_device: Any) -> None:
         model.loss().backward()
         opt.step()
         opt.synchronize()
-        assert len(opt.take_timeline()) == 2
+        assert len([lane for lane, *_ in opt.take_timeline() if ":" not in lane]) == 2
         opt.close()
     opt.record_timeline(False)
     model.loss().backward()
