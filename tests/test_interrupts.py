@@ -48,7 +48,7 @@ def attached(lanes_device: Any, **options: Any) -> tuple[Any, TwinModel, Any]:
 @pytest.mark.parametrize("eager", [True, False])
 def test_after_updates_have_begun(lanes_device: Any, eager: bool) -> None:
     model, _, opt = attached(lanes_device, eager=eager)
-    opt._slots.core = Interrupted(opt._slots.core, "update_now" if eager else "step")
+    opt._slots.core = Interrupted(opt._slots.core, "update_one" if eager else "step")
     loss = model.loss(0)
     if eager:
         with pytest.raises(KeyboardInterrupt):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from outboard import _pending
+from outboard._native import GroupSettings
 
 if TYPE_CHECKING:
     from outboard._optimizer import OffloadedOptimizer
@@ -32,15 +33,16 @@ class Abandoned(NamedTuple):
     dropped: list[str]
 
 
+def _nothing() -> None:
+    """Stand for a weak reference in copies."""
+
+
 class _Hook:
     """A hook that holds its attachment weakly. Copies are inert."""
 
     def __init__(self, attachment: Attachment | None = None) -> None:
-        self._attachment = None if attachment is None else weakref.ref(attachment)
-
-    @property
-    def attachment(self) -> Attachment | None:
-        return None if self._attachment is None else self._attachment()
+        #: Returns the attachment while there is one.
+        self._attachment: Callable[[], Attachment | None] = _nothing if attachment is None else weakref.ref(attachment)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return type(self)()
@@ -51,30 +53,38 @@ class _Hook:
 
 class _GradientHook(_Hook):
     def __call__(self, parameter: torch.Tensor) -> None:
-        attachment = self.attachment
+        attachment = self._attachment()
         if attachment is not None:
             attachment.gradient_is_ready(parameter)
 
 
 class _EndOfBackward(_Hook):
     def __call__(self) -> None:
-        attachment = self.attachment
+        attachment = self._attachment()
         if attachment is not None:
             attachment.backward_has_ended()
 
 
 class _ForwardHook(_Hook):
+    """On one module, for its own parameters."""
+
+    def __init__(self, attachment: Attachment | None = None, uses: _Uses | None = None) -> None:
+        super().__init__(attachment)
+        self._uses = None if uses is None else weakref.ref(uses)
+
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        attachment = self.attachment
+        attachment = self._attachment()
         if attachment is not None:
-            attachment.forward_begins(module)
+            uses = self._uses()  # type: ignore[misc]
+            if uses is not None:
+                attachment.forward_begins(module, uses)
 
 
 class _ModelHook(_Hook):
     """On a whole model, for those of its modules that are not called themselves."""
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        attachment = self.attachment
+        attachment = self._attachment()
         if attachment is not None:
             attachment.model_begins()
 
@@ -83,7 +93,7 @@ class _CompiledHook(_Hook):
     """Outside a compiled region, for all parameters in it."""
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        attachment = self.attachment
+        attachment = self._attachment()
         if attachment is not None:
             attachment.resolve_all()
 
@@ -98,7 +108,7 @@ class _CompiledCall(_Hook):
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        attachment = self.attachment
+        attachment = self._attachment()
         if attachment is not None:
             attachment.model_begins()
             attachment.resolve_all()
@@ -122,13 +132,18 @@ def _drop_grad(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-class _Taken(NamedTuple):
-    """A gradient that an update in backward has used."""
+class _Uses:
+    """A module's own parameters as they were when it was attached."""
 
-    parameter: torch.Tensor
-    #: None where the gradient was let go.
-    grad: torch.Tensor | None
-    version: int
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        #: Name, parameter and its id.
+        self.parameters = [(name, parameter, id(parameter)) for name, parameter in parameters.items()]
+        #: Whether it has been called: if not, others read its weights, or nobody does.
+        self.is_called = False
+
+
+#: A gradient that an update in backward has used: its parameter, itself (None where it was let go), its version.
+_Taken = tuple[torch.Tensor, "torch.Tensor | None", int]
 
 
 class Attachment:
@@ -141,10 +156,9 @@ class Attachment:
         self._end_of_backward = _EndOfBackward(self)
         self._handles: list[Any] = []
         self._hooked: dict[int, Any] = {}
-        #: Each module's own parameters as they were when it was attached.
-        self._owned: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
-        #: Modules that have not been called: others read their weights, or nobody does.
-        self._uncalled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._uses: weakref.WeakKeyDictionary[torch.nn.Module, _Uses] = weakref.WeakKeyDictionary()
+        #: Modules that have not been called.
+        self._uncalled: list[tuple[weakref.ref[torch.nn.Module], _Uses]] = []
         self._groups: dict[int, dict[str, Any]] = {}
         self._listed: list[torch.Tensor] = []
         self._frozen: list[torch.Tensor] = []
@@ -156,10 +170,13 @@ class Attachment:
         self.overlaps = True
 
         self._in_backward = False
+        #: What is done with gradients in this backward.
+        self._takes = self._offloads = self._watches = False
         self._backwards = 0
         self._taken: dict[int, _Taken] = {}
         self._offloaded: dict[int, torch.Tensor] = {}
-        self._settings: dict[int, tuple[Any, ...]] = {}
+        #: What updates in this backward use of each group: as it was, and as the native half has read it.
+        self._settings: dict[int, tuple[tuple[Any, ...], GroupSettings]] = {}
         #: For eager="auto": gradients as they were in the hook, of the step before it decides.
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._is_proven = False
@@ -184,7 +201,6 @@ class Attachment:
         if not self.overlaps:
             return
         ours = self._groups
-        forward = _ForwardHook(self)
         compiled: set[torch.nn.Module] = set()
         for module in model.modules():
             if getattr(module, "_compiled_call_impl", None) is not None:
@@ -199,10 +215,10 @@ class Attachment:
             }
             if not own:
                 continue
-            self._owned[module] = own
-            self._uncalled.add(module)
+            uses = self._uses[module] = _Uses(own)
+            self._uncalled.append((weakref.ref(module), uses))
             if module not in compiled:
-                self._handles.append(module.register_forward_pre_hook(forward, prepend=True))
+                self._handles.append(module.register_forward_pre_hook(_ForwardHook(self, uses), prepend=True))
         if model not in compiled:
             self._handles.append(model.register_forward_pre_hook(_ModelHook(self), prepend=True))
 
@@ -255,22 +271,26 @@ class Attachment:
         """Handle a complete gradient of a parameter: update now, or note it for `step()`."""
         began = time.perf_counter()
         try:
+            key = id(parameter)
             grad = parameter.grad
-            if grad is None or id(parameter) not in self._groups:
+            group = self._groups.get(key)
+            if grad is None or group is None:
                 return
-            self._begin_backward()
-            if self._updates_now():
-                self._take([parameter])
-            elif self._opt._lanes.offload_gradients:
+            if not self._in_backward:
+                self._begin_backward()
+            if self._takes:
+                if type(parameter) is torch.nn.Parameter:
+                    self._take_one(parameter, key, grad, group)
+                else:
+                    self._take([parameter])
+            elif self._offloads:
                 self._offload([parameter])
-            elif self._opt._eager == "auto" and not self._is_proven:
-                self._watched[id(parameter)] = (weakref.ref(grad), grad._version)
+            elif self._watches:
+                self._watched[key] = (weakref.ref(grad), grad._version)
         finally:
             self.hook_seconds += time.perf_counter() - began
 
     def _begin_backward(self) -> None:
-        if self._in_backward:
-            return
         opt = self._opt
         self.refresh()
         if self._taken:
@@ -286,33 +306,56 @@ class Attachment:
         self.order_is_known()
         self._in_backward = True
         self._backwards += 1
+        self._takes = self._updates_now()
+        self._offloads = opt._lanes.offload_gradients
+        self._watches = opt._eager == "auto" and not self._is_proven
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_of_backward)
+
+    def _settings_of(self, group: dict[str, Any]) -> GroupSettings:
+        known = self._settings.get(id(group))
+        if known is None:
+            known = self._settings[id(group)] = (_settings(group), GroupSettings(group))
+        return known[1]
+
+    def _take_one(self, parameter: torch.Tensor, key: int, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        """As `_take`, for a parameter that is not pending: what hooks do, hundreds of times in each backward."""
+        if key in self._taken or grad.requires_grad:
+            self._refuse_gradient(parameter, "eager=False")
+        opt = self._opt
+        settings = self._settings_of(group)
+        version = grad._version
+        # Before its update begins: an interrupt may come as soon as it has.
+        self._pending[key] = parameter
+        _pending.mark_one(parameter, key, self._self)
+        if not opt._take_one(parameter, grad, settings):
+            return
+        if opt._eager == "auto":
+            self._taken[key] = (parameter, grad, version)
+        else:
+            self._taken[key] = (parameter, None, version)
+            _drop_grad(parameter)
 
     def _take(self, parameters: list[torch.Tensor]) -> None:
         """Start the updates of parameters whose gradients are complete."""
         opt = self._opt
-        entries, grads = [], []
+        entries = []
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in parameters:
                 grad = parameter.grad
                 assert grad is not None
                 if id(parameter) in self._taken or grad.requires_grad:
                     self._refuse_gradient(parameter, "eager=False")
-                group = self._groups[id(parameter)]
-                if id(group) not in self._settings:
-                    self._settings[id(group)] = _settings(group)
-                entries.append((parameter, group))
-                grads.append(grad)
+                entries.append((parameter, grad, self._settings_of(self._groups[id(parameter)])))
         _pending.settle_others(parameters, self._self)
         # Before their updates begin: an interrupt may come as soon as they have.
         self.expect(parameters)
         left = {id(parameter) for parameter in opt._take_now(entries)}
         keep = opt._eager == "auto"
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, grad in zip(parameters, grads, strict=True):
+            for parameter, grad, _ in entries:
                 if id(parameter) not in left:
-                    self._taken[id(parameter)] = _Taken(parameter, grad if keep else None, grad._version)
+                    self._taken[id(parameter)] = (parameter, grad if keep else None, grad._version)
                     if not keep:
                         parameter.grad = None
         self._wait_for_unseen(parameters)
@@ -351,8 +394,7 @@ class Attachment:
         """Take the tiny parameters, which have no hooks."""
         began = time.perf_counter()
         try:
-            updates = self._updates_now()
-            if updates or self._opt._lanes.offload_gradients:
+            if self._takes or self._offloads:
                 tiny = [
                     parameter
                     for parameter in self._listed
@@ -361,7 +403,7 @@ class Attachment:
                     and parameter.grad is not None
                     and id(parameter) not in self._taken
                 ]
-                if tiny and updates:
+                if tiny and self._takes:
                     self._take(tiny)
                 elif tiny:
                     self._offload(tiny)
@@ -395,7 +437,8 @@ class Attachment:
                     "updates had begun in backward: switch it on after step()"
                 )
             for group in opt.param_groups:
-                if self._settings.get(id(group), _settings(group)) != _settings(group):
+                used = self._settings.get(id(group))
+                if used is not None and used[0] != _settings(group):
                     raise RuntimeError(
                         "a parameter group's settings (lr, betas, ...) changed between backward and step(), after they "
                         "had been used: change them after step(), as torch's schedulers do, or use eager=False"
@@ -510,13 +553,15 @@ class Attachment:
     def resolve(self, parameters: list[torch.Tensor], *, are_used: bool = True) -> None:
         """Order the current stream after these parameters' updates."""
         began = time.perf_counter()
-        if are_used:
+        if are_used and self._order is not None:
             self._note_use(parameters)
-        waiting = [parameter for parameter in parameters if id(parameter) in self._pending]
+        pending = self._pending
+        waiting = [parameter for parameter in parameters if id(parameter) in pending]
         if waiting:
-            with self._opt._lock:
+            opt = self._opt
+            with opt._lock:
                 try:
-                    self._opt._core.wait(waiting)
+                    opt._core.wait(waiting)
                 except Exception:
                     self._forget(waiting)
                     raise
@@ -538,33 +583,39 @@ class Attachment:
         _pending.unmark(self._pending.values())
         self._pending.clear()
 
-    def forward_begins(self, module: torch.nn.Module) -> None:
+    def forward_begins(self, module: torch.nn.Module, uses: _Uses) -> None:
         """Wait for a module's own parameters, and note when they are used."""
-        owned = self._owned.get(module)
-        if owned is None:
-            return
-        self._uncalled.discard(module)
-        self._refuse_replaced(module, owned)
-        waiting = [known for known in owned.values() if id(known) in self._pending]
+        uses.is_called = True
+        own, pending = module._parameters, self._pending
+        waiting = []
+        for name, known, key in uses.parameters:
+            if own.get(name) is not known:
+                self._refuse_replaced(module, uses)
+            if key in pending:
+                waiting.append(known)
         if self._order is not None:
-            self._note_use(owned.values())
+            self._note_use(known for _, known, _ in uses.parameters)
         if waiting:
             self.resolve(waiting)
 
     def model_begins(self) -> None:
         """Look at those modules of a model that are not called: theirs may be replaced, too."""
-        for module in list(self._uncalled):
-            self._refuse_replaced(module, self._owned[module])
+        if self._uncalled:
+            self._uncalled = [(reference, uses) for reference, uses in self._uncalled if not uses.is_called]
+            for reference, uses in self._uncalled:
+                module = reference()
+                if module is not None:
+                    self._refuse_replaced(module, uses)
 
-    def _refuse_replaced(self, module: torch.nn.Module, owned: dict[str, torch.Tensor]) -> None:
-        for name, known in owned.items():
+    def _refuse_replaced(self, module: torch.nn.Module, uses: _Uses) -> None:
+        for index, (name, known, _) in enumerate(uses.parameters):
             parameter = module._parameters.get(name)
             # Another tensor than a parameter is there for one call only (torch.func.functional_call).
             if parameter is known or not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
                 continue
             self.refresh()
             if id(parameter) in self._groups:
-                owned[name] = parameter
+                uses.parameters[index] = (name, parameter, id(parameter))
                 continue
             raise RuntimeError(
                 f"{name} of {type(module).__name__} is another parameter than the one that the optimizer trains "

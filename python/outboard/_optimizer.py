@@ -19,7 +19,7 @@ from outboard import _checkpoint, _engines, _pending, _plan
 from outboard._arguments import check_choice, check_count, check_group, check_max_grad_norm
 from outboard._attach import Abandoned, Attachment
 from outboard._lanes import LaneOptions
-from outboard._native import Core, WorkerError, default_threads, require_device
+from outboard._native import Core, GroupSettings, WorkerError, default_threads, require_device
 from outboard._slots import Slots, check_parameter, parameter_name
 from outboard._state import State
 
@@ -331,11 +331,18 @@ class OffloadedOptimizer(Optimizer):
             self._state.adopt()
 
     @_one_at_a_time
-    def _take_now(self, entries: list[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
+    def _take_now(self, entries: list[tuple[torch.Tensor, torch.Tensor, GroupSettings]]) -> list[torch.Tensor]:
         """Begin the updates of parameters whose gradients are complete; return those that `step()` has to do."""
         self._slots.check_process()
         with torch._C.DisableTorchFunctionSubclass():
             return self._core.update_now(entries, seed=self._seed)
+
+    def _take_one(self, parameter: torch.Tensor, grad: torch.Tensor, settings: GroupSettings) -> bool:
+        """Begin the update of one parameter, in its hook; whether `step()` need not."""
+        if self._slots.is_forked():
+            self._slots.check_process()
+        with self._lock:
+            return self._slots.core.update_one(parameter, grad, settings, self._seed)
 
     @_one_at_a_time
     def _offload_now(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
