@@ -9,14 +9,8 @@ import torch
 
 import outboard
 from lanes import Stack, TwinModel, is_pending
-from outboard import _attach
 
-pytestmark = pytest.mark.timeout(60, method="thread")
-
-
-@pytest.fixture(autouse=True)
-def _small_ones_have_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attach, "TINY_ELEMS", 50)
+pytestmark = [pytest.mark.timeout(60, method="thread"), pytest.mark.usefixtures("small_ones_have_hooks")]
 
 
 class Interrupted:
