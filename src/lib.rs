@@ -28,6 +28,7 @@ mod error;
 pub mod kernel;
 pub mod memory;
 mod pool;
+mod process;
 
 pub mod cuda;
 #[cfg(feature = "python")]

@@ -53,6 +53,14 @@ def lanes_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return LanesDevice("cpu")
 
 
+@pytest.fixture
+def small_ones_have_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let parameters of more than 50 elements have hooks, so that models may be small."""
+    from outboard import _roster
+
+    monkeypatch.setattr(_roster, "TINY_ELEMS", 50)
+
+
 #: Imports torch, which takes seconds, and forks a process for each program that it is told to run. outboard is imported
 #: by each program itself, so each is as a fresh interpreter to it.
 NURSERY = """

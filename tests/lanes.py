@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import outboard
 from oracle import assert_same
@@ -197,3 +198,63 @@ def train(model: Stack, optimizer: torch.optim.Optimizer, twin: TwinModel, steps
     for step in range(first, first + steps):
         twin.model.loss(step).backward()
         twin.step()
+
+
+class Rig:
+    """A model with an attached optimizer, and its twin."""
+
+    def __init__(
+        self, lanes_device: Any, *sizes: int, model: Any = None, cls: Any = outboard.AdamW, **options: Any
+    ) -> None:
+        model = Stack(*(sizes or (3000, 5, 700, 66_000))) if model is None else model
+        self.model = model.to(lanes_device.device)
+        self.twin = TwinModel(self.model, cls, **options)
+        options = {"threads": 1, "chunk_elems": 5_000, **options}
+        self.opt = cls(self.model.parameters(), **options).attach(self.model)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
+
+    @property
+    def eager_updates(self) -> int:
+        return self.opt.stats()["eager_updates"]
+
+    def backward(self, step: int = 0) -> None:
+        self.model.loss(step).backward()
+
+    def train(self, steps: int = 1, first: int = 0) -> None:
+        train(self.model, self.opt, self.twin, steps, first)
+
+    def check(self) -> None:
+        self.twin.check(self.opt)
+
+    def proven(self) -> Rig:
+        """After the clean step that eager='auto' wants to see."""
+        self.train()
+        assert self.eager_updates == 0
+        return self
+
+
+class Checkpointed(Stack):
+    use_reentrant = False
+    times = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(self.times):
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def assert_untouched(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_pre_hooks_with_kwargs
+        assert not module._forward_hooks
+        assert not module._backward_hooks
+    for p in model.parameters():
+        assert type(p) is torch.nn.Parameter
+        assert not p._post_accumulate_grad_hooks
+        assert not p._backward_hooks

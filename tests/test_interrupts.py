@@ -9,14 +9,8 @@ import torch
 
 import outboard
 from lanes import Stack, TwinModel, is_pending
-from outboard import _attach
 
-pytestmark = pytest.mark.timeout(60, method="thread")
-
-
-@pytest.fixture(autouse=True)
-def _small_ones_have_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attach, "TINY_ELEMS", 50)
+pytestmark = [pytest.mark.timeout(60, method="thread"), pytest.mark.usefixtures("small_ones_have_hooks")]
 
 
 class Interrupted:
@@ -48,7 +42,7 @@ def attached(lanes_device: Any, **options: Any) -> tuple[Any, TwinModel, Any]:
 @pytest.mark.parametrize("eager", [True, False])
 def test_after_updates_have_begun(lanes_device: Any, eager: bool) -> None:
     model, _, opt = attached(lanes_device, eager=eager)
-    opt._slots.core = Interrupted(opt._slots.core, "update_now" if eager else "step")
+    opt._slots.core = Interrupted(opt._slots.core, "update_one" if eager else "step")
     loss = model.loss(0)
     if eager:
         with pytest.raises(KeyboardInterrupt):

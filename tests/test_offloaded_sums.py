@@ -11,15 +11,13 @@ import torch
 import outboard
 from lanes import Stack, Twin
 from oracle import assert_same
-from outboard import _attach
 
-pytestmark = pytest.mark.timeout(60, method="thread")
+pytestmark = [pytest.mark.timeout(60, method="thread"), pytest.mark.usefixtures("small_ones_have_hooks")]
 
 
 @pytest.mark.parametrize("eager", ["auto", True, False])
 @pytest.mark.parametrize("backwards", [1, 2, 3])
-def test_offloaded_sums(lanes_device: Any, monkeypatch: pytest.MonkeyPatch, eager: Any, backwards: int) -> None:
-    monkeypatch.setattr(_attach, "TINY_ELEMS", 50)
+def test_offloaded_sums(lanes_device: Any, eager: Any, backwards: int) -> None:
     model = torch.nn.Linear(70, 40).to(lanes_device.device)
     inputs = [lanes_device.put(torch.randn(4, 70)) for _ in range(3 * backwards)]
     copy = torch.nn.Linear(70, 40).to(lanes_device.device)

@@ -1,30 +1,23 @@
-"""The torch optimizer around the native half: groups, steps, state, checkpoints. No arithmetic on tensors' contents."""
+"""The torch optimizer around the native half: `_stepping` with state, checkpoints, copies and inspection on top.
+
+No arithmetic on tensors' contents.
+"""
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from outboard import _checkpoint, _engines, _pending, _plan
-from outboard._arguments import check_choice, check_count, check_group, check_max_grad_norm
-from outboard._attach import Abandoned, Attachment
-from outboard._lanes import LaneOptions
-from outboard._native import Core, WorkerError, default_threads, require_device
-from outboard._slots import Slots, check_parameter, parameter_name
+from outboard import _checkpoint, _plan
+from outboard._base import one_at_a_time, outside_dynamo
+from outboard._native import WorkerError
 from outboard._state import State
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from outboard._stepping import SteppingOptimizer
 
 #: Options of the whole optimizer that live outside the parameter groups, and travel with copies and pickles.
 _OPTIONS = (
@@ -43,462 +36,13 @@ _OPTIONS = (
 )
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _outside_dynamo(function: _Function) -> _Function:
-    """Make a compiled caller break its graph here: there is nothing to compile, and tracing in fails.
-
-    `torch.compiler.disable` would do, but imports the compiler (seconds) at once; this is what torch's optimizers use.
-    """
-    return cast("_Function", torch._disable_dynamo(function))  # type: ignore[attr-defined]
-
-
-def _one_at_a_time(function: _Function) -> _Function:
-    """Let threads that use one optimizer (a training loop, one that saves, autograd's) take turns."""
-
-    @functools.wraps(function)
-    def locked(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        if self._slots.is_forked():
-            # Whoever had the lock is not in this process; what cannot be done here says so itself.
-            return function(self, *args, **kwargs)
-        with self._lock:
-            return function(self, *args, **kwargs)
-
-    return cast("_Function", locked)
-
-
-class OffloadedOptimizer(Optimizer):
+class OffloadedOptimizer(SteppingOptimizer):
     """Adam and AdamW with state in host memory; see `outboard.AdamW` for the arguments."""
-
-    #: The class's rule of weight decay.
-    _decoupled: bool = True
-    #: torch's GradScaler hands `grad_scale` and `found_inf` to the step instead of unscaling first.
-    _step_supports_amp_scaling = True
-
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        lanes: LaneOptions,
-        eager: str | bool,
-        max_grad_norm: float | None,
-        compute_grad_norm: bool,
-        nonfinite: str | None,
-        state_dtype: torch.dtype,
-        master: str,
-        threads: int | None,
-        seed: int,
-    ) -> None:
-        check_choice("eager", eager, ("auto", True, False))
-        if lanes.mode == "gpu" and lanes.simulate is None:
-            require_device()
-        self._lanes = lanes
-        self._eager = eager
-        check_choice("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
-        check_choice("master", master, ("split", "full"))
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"seed must be an int, not {seed!r}")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"seed must be at least 0 and below 2**64, not {seed}")
-        self.max_grad_norm = max_grad_norm
-        self.compute_grad_norm = compute_grad_norm
-        self.nonfinite = nonfinite
-        self._bf16_state = state_dtype is torch.bfloat16
-        self._full_master = master == "full"
-        self._seed = seed
-        if threads is None:
-            self._threads, self._threads_why = default_threads()
-        else:
-            self._threads, self._threads_why = check_count("threads", threads, 1024), "asked for"
-        self._counts: Counter[str] = Counter()
-        self._last_grad_norm: float | None = None
-        self._start()
-        super().__init__(params, defaults)
-
-    def _start(self) -> None:
-        """Make what does not travel with copies: the slots and the mapping over them."""
-        this = weakref.ref(self)
-
-        def groups() -> list[dict[str, Any]]:
-            optimizer = this()
-            return optimizer.param_groups if optimizer is not None and hasattr(optimizer, "param_groups") else []
-
-        self._slots = Slots(
-            groups,
-            threads=self._threads,
-            threads_are_asked_for=self._threads_why == "asked for",
-            lanes=self._lanes,
-            full_master=self._full_master,
-            bf16_state=self._bf16_state,
-        )
-        self._attachment: Attachment | None = None
-        self._lock = threading.RLock()
-        _engines.register(self)
-        self._state = State(self._slots)
-        self._step_seconds = 0.0
-
-    @property
-    def _core(self) -> Core:
-        return self._slots.core
-
-    # ---- options that may change between steps
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down so that their joint norm is at most this; None leaves them."""
-        return self._max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        value = check_max_grad_norm(value)
-        self._refuse_with_eager("max_grad_norm", value is not None)
-        self._max_grad_norm = value
-
-    @property
-    def compute_grad_norm(self) -> bool:
-        """Whether each step computes `last_grad_norm` even if nothing is clipped."""
-        return self._compute_grad_norm
-
-    @compute_grad_norm.setter
-    def compute_grad_norm(self, value: bool) -> None:
-        check_choice("compute_grad_norm", value, (True, False))
-        self._refuse_with_eager("compute_grad_norm", bool(value))
-        self._compute_grad_norm = bool(value)
-
-    @property
-    def nonfinite(self) -> str | None:
-        """What a step with infinite or NaN gradients does: "skip", "raise", "propagate", or None for the default."""
-        return self._nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, value: str | None) -> None:
-        check_choice("nonfinite", value, (None, "skip", "raise", "propagate"))
-        self._refuse_with_eager(f"nonfinite={value!r}", value in ("skip", "raise"))
-        self._nonfinite = value
-
-    @property
-    def last_grad_norm(self) -> float | None:
-        """Norm of all gradients together at the latest step that computed it, before clipping; None until then."""
-        return self._last_grad_norm
-
-    def _refuse_with_eager(self, option: str, is_set: bool) -> None:
-        if is_set and self._eager is True:
-            raise ValueError(
-                f"{option} needs all gradients before the first update, and eager=True starts updates in backward: "
-                "use eager='auto', which waits for step() then"
-            )
-
-    def _needs_all_gradients(self) -> bool:
-        return self._max_grad_norm is not None or self._compute_grad_norm or self._nonfinite in ("skip", "raise")
-
-    # ---- parameters
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as `torch.optim.Optimizer.add_param_group`; nothing is added if it is refused."""
-        super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
-        try:
-            self._check_group(self.param_groups[index], index)
-        except BaseException:
-            del self.param_groups[index]
-            raise
-        self._state.invalidate()
-
-    def _check_group(self, group: dict[str, Any], index: int) -> None:
-        self._check_rules(group, f" in parameter group {index}")
-        for position, parameter in enumerate(group["params"]):
-            check_parameter(parameter, parameter_name(group, index, position))
-
-    def _check_rules(self, group: dict[str, Any], where: str = "") -> None:
-        check_group(group, where)
-        decoupled = group["decoupled_weight_decay"]
-        if bool(decoupled) != self._decoupled:
-            name, other = ("AdamW", "Adam") if self._decoupled else ("Adam", "AdamW")
-            raise ValueError(f"decoupled_weight_decay={decoupled} contradicts {name}{where}; use outboard.{other}")
-
-    # ---- the step
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @_outside_dynamo
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
-
-        The weights are updated when this returns, on a device in the order of the current stream. After `attach()`
-        updates go on behind it, and whoever reads a weight waits for its own.
-
-        Parameters
-        ----------
-        closure : callable, optional
-            Evaluates the model again and returns the loss; called once, with gradients enabled.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For a gradient or parameter that cannot be updated, by name; nothing has been changed.
-        NonFiniteError
-            If `nonfinite="raise"` and a gradient is not finite; nothing has been changed.
-        RuntimeError
-            If updates have begun in backward, and a gradient or setting that they used has changed since, or that
-            backward ended with an exception (see `abandon`).
-        WorkerError, PoisonedError, ForkedError
-            See the classes. After `attach()` an update that fails is told by the next call.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # Not around the closure: its backward may come here from other threads.
-        self._step()
-        return loss
-
-    @_one_at_a_time
-    def _step(self) -> None:
-        self._slots.check_process()
-        began = time.perf_counter()
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        attachment = self._attachment
-        if attachment is not None:
-            attachment.before_step(scaled=scale is not None or found_inf is not None)
-        overlaps = attachment is not None and attachment.overlaps
-        self._settle_others()
-        self._adopt()
-        if attachment is not None and attachment.has_changed:
-            self._slots.bind_wanted(without_gradient=True)
-            attachment.has_changed = False
-        else:
-            self._slots.bind_wanted(without_gradient=False)
-        self._state.refresh()
-        self._slots.settle()
-        stepped = []
-        if attachment is not None:
-            stepped = [*self._slots.with_device_gradient(), *attachment.offloaded()]
-            self._core.wait([])  # raises what has failed since the last step, before anything is taken
-            # Before anything begins: an interrupt may come as soon as it has.
-            attachment.expect(stepped)
-        try:
-            # The native half asks pending parameters for what an update does not change; to wait would call it again.
-            with torch._C.DisableTorchFunctionSubclass():
-                outcome = self._core.step(
-                    self.param_groups,
-                    max_grad_norm=self._max_grad_norm,
-                    compute_grad_norm=self._compute_grad_norm,
-                    nonfinite=self._policy(),
-                    grad_scale=None if scale is None else float(scale),
-                    found_inf=found_inf is not None and float(found_inf) != 0.0,
-                    seed=self._seed,
-                    chunk_elems=self._lanes.host_chunk_elems,
-                    attached=overlaps,
-                )
-        except WorkerError:
-            # Some have failed, all have been taken.
-            if attachment is not None:
-                attachment.after_step(stepped)
-            raise
-        except BaseException:
-            if attachment is not None:
-                attachment.steps_are_over()
-            raise
-        finally:
-            self._state.refresh()
-        if attachment is not None and outcome.skipped:
-            attachment.steps_are_over(stepped)
-        elif attachment is not None:
-            attachment.after_step(stepped)
-        if outcome.grad_norm is not None:
-            self._last_grad_norm = outcome.grad_norm
-        self._step_seconds = time.perf_counter() - began
-        self._counts["steps"] += 1
-        if outcome.skipped:
-            self._count_skipped(by_scaler=found_inf is not None and float(found_inf) != 0.0)
-
-    def _settle_others(self) -> None:
-        """Wait for what other optimizers are doing to the same parameters."""
-        attachment = self._attachment
-        if _pending.are_pending(0 if attachment is None else attachment.count_pending()):
-            _pending.settle_others(self._slots.listed(), None if attachment is None else attachment._self)
-
-    def _adopt(self) -> None:
-        """Take over state tensors that others have replaced; what has landed is compared only."""
-        if self._state.has_foreign():
-            # It is copied into its plane, which must not be in use.
-            self.synchronize()
-            self._state.adopt()
-
-    @_one_at_a_time
-    def _take_now(self, entries: list[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
-        """Begin the updates of parameters whose gradients are complete; return those that `step()` has to do."""
-        self._slots.check_process()
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._core.update_now(entries, seed=self._seed)
-
-    @_one_at_a_time
-    def _offload_now(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Take gradients to host memory; return the parameters whose gradients stay."""
-        self._slots.check_process()
-        return self._core.offload_now(parameters)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients, as `torch.optim.Optimizer.zero_grad`.
-
-        Raises
-        ------
-        RuntimeError
-            If updates have begun in backward and `step()` has not been called since.
-        """
-        if self._attachment is not None:
-            self._attachment.before_zero_grad()
-            self._core.drop_offloaded()
-        with torch._C.DisableTorchFunctionSubclass():
-            super().zero_grad(set_to_none)
-
-    # ---- overlap
-
-    @_outside_dynamo
-    def attach(self, model: torch.nn.Module) -> Self:
-        """Overlap updates with the backward and the next forward of a model; makes all state now, and pins it.
-
-        Updates begin in backward (see `eager`) or at `step()`, which returns at once; each module's forward waits, on
-        the device, for the module's own weights, and so does whoever else reads a weight. Gradients are let go as
-        they are used: `p.grad` is None after `step()`. Several models may be attached to one optimizer.
-
-        Returns the optimizer.
-        """
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"attach() takes the model, a torch.nn.Module, not {type(model).__name__}")
-        self._slots.check_process()
-        ours = {id(parameter) for parameter in self._slots.listed()}
-        if not any(id(parameter) in ours for parameter in model.parameters()):
-            raise ValueError("attach(): none of the model's parameters is this optimizer's")
-        self._state.complete()
-        if self._attachment is None:
-            self._attachment = Attachment(self)
-        self._attachment.add(model)
-        return self
-
-    @_outside_dynamo
-    def detach(self) -> Self:
-        """Undo `attach()`, once all that was begun is complete.
-
-        Raises
-        ------
-        RuntimeError
-            If updates have begun in backward and `step()` has not been called since.
-        """
-        attachment = self._attachment
-        if attachment is not None:
-            if attachment.has_begun():
-                raise RuntimeError(
-                    "detach() before step(): updates have begun in backward, and only step() completes them; after an "
-                    "exception call abandon()"
-                )
-            try:
-                self.synchronize()
-            finally:
-                attachment.remove()
-                self._attachment = None
-        return self
-
-    @_outside_dynamo
-    @_one_at_a_time
-    def synchronize(self) -> None:
-        """Wait until every update that was begun is complete, weights and state.
-
-        Raises
-        ------
-        WorkerError
-            For what has failed since the last call.
-        """
-        self._slots.check_process()
-        attachment = self._attachment
-        try:
-            self._core.synchronize()
-        except Exception:
-            if attachment is not None:
-                attachment.settled()
-            raise
-        # Not after an interrupt, which may have come first.
-        if attachment is not None:
-            attachment.settled()
-
-    @_outside_dynamo
-    @_one_at_a_time
-    def wait(self, params: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
-        """Let the current stream of each device wait for the weights of `params`, or of all parameters.
-
-        The host waits only until their updates are in the device's queues.
-        """
-        self._slots.check_process()
-        if isinstance(params, torch.Tensor):
-            params = [params]
-        listed = self._slots.bound if params is None else list(params)
-        for parameter in () if params is None else listed:
-            self._slots.name_of(parameter)
-        if self._attachment is not None:
-            self._attachment.resolve(list(listed), are_used=False)
-        self._core.wait([parameter for parameter in listed if self._core.is_bound(parameter)])
-
-    @_outside_dynamo
-    def abandon(self) -> Abandoned:
-        """Give up a step after an exception in backward: complete what has begun, drop all other gradients.
-
-        Returns the names of the parameters that have been updated, and of those whose gradients were dropped.
-        """
-        self.synchronize()
-        if self._attachment is None:
-            dropped = [name for _, _, name, parameter in self._slots.named() if parameter.grad is not None]
-            self.zero_grad()
-            return Abandoned([], dropped)
-        return self._attachment.abandon()
-
-    def close(self) -> None:
-        """Complete what was begun and end the threads of the devices; the next step starts them again.
-
-        Warns of updates that have failed.
-        """
-        try:
-            self.synchronize()
-        except WorkerError as error:
-            warnings.warn(f"the last updates of an optimizer that is closed have failed: {error}", RuntimeWarning, 2)
-        finally:
-            self._core.close()
-
-    def __del__(self) -> None:
-        # Here and not when the native half goes: that may be later (a view of the state keeps it), and it would wait
-        # with the interpreter's lock, which the dispatcher needs to let tensors go. In a fork there is no dispatcher.
-        slots = self.__dict__.get("_slots")
-        if slots is not None and slots.is_at_home:
-            self.close()
-
-    def _policy(self) -> str:
-        if self._nonfinite is not None:
-            return self._nonfinite
-        # A pass over all gradients for this alone would cost a seventh of a step, so torch's way is the default unless
-        # a norm is computed anyhow. A GradScaler has looked by itself and says found_inf.
-        uses_norm = self._max_grad_norm is not None or self._compute_grad_norm
-        return "skip" if uses_norm else "propagate"
-
-    def _count_skipped(self, by_scaler: bool) -> None:
-        self._counts["skipped_steps"] += 1
-        # A scaler skips steps by design while it looks for its scale.
-        if not by_scaler and not self._counts["skip_warnings"]:
-            self._counts["skip_warnings"] += 1
-            warnings.warn(
-                f"step {self._counts['steps']} changed nothing: a gradient is infinite or NaN. Further such steps are "
-                "counted without a warning in stats()['skipped_steps']; nonfinite='raise' makes them an error",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     # ---- state
 
     @property  # type: ignore[override]
-    @_outside_dynamo
+    @outside_dynamo
     def state(self) -> State:
         """Each parameter's state as zero-copy tensors, once all updates are complete.
 
@@ -528,16 +72,16 @@ class OffloadedOptimizer(Optimizer):
         planned = {id(item.parameter) for item in plans}
         self._state.load(plans, [parameter for parameter in self._slots.bound if id(parameter) not in planned])
 
-    @_outside_dynamo
-    @_one_at_a_time
+    @outside_dynamo
+    @one_at_a_time
     def reset(self, parameter: torch.Tensor) -> None:
         """Set a parameter's state back to zero, as if it had never been stepped; cures a poisoned one."""
         self._slots.name_of(parameter)
         self._settle_quietly()
         self._slots.reset(parameter)
 
-    @_outside_dynamo
-    @_one_at_a_time
+    @outside_dynamo
+    @one_at_a_time
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a copy of the fp32 values behind a parameter: an fp32 tensor of its shape.
 
@@ -554,8 +98,8 @@ class OffloadedOptimizer(Optimizer):
             self._state.refresh()
         return out.to(parameter.device)
 
-    @_outside_dynamo
-    @_one_at_a_time
+    @outside_dynamo
+    @one_at_a_time
     def load_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """Set a parameter to fp32 values: the weight to the rounded ones, residual or master to what rounding drops.
 
@@ -577,8 +121,8 @@ class OffloadedOptimizer(Optimizer):
 
     # ---- checkpoints
 
-    @_outside_dynamo
-    @_one_at_a_time
+    @outside_dynamo
+    @one_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the layout of torch's AdamW, plus `residual` or `master` for 16-bit parameters.
 
@@ -619,8 +163,8 @@ class OffloadedOptimizer(Optimizer):
                 packed = replaced
         return packed
 
-    @_outside_dynamo
-    @_one_at_a_time
+    @outside_dynamo
+    @one_at_a_time
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of outboard, or of torch's Adam or AdamW; nothing is loaded if any of it is refused.
 
@@ -685,7 +229,7 @@ class OffloadedOptimizer(Optimizer):
 
     # ---- copies and pickles
 
-    @_one_at_a_time
+    @one_at_a_time
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
         self._core.check_poisoned()
@@ -741,7 +285,7 @@ class OffloadedOptimizer(Optimizer):
         now = time.perf_counter()
         return [(lane, name, now + start, now + end) for lane, name, start, end in self._core.take_timeline()]
 
-    @_one_at_a_time
+    @one_at_a_time
     def stats(self) -> dict[str, Any]:
         """Return counts and sizes: what the optimizer holds, where, and what it has done.
 
@@ -773,8 +317,8 @@ class OffloadedOptimizer(Optimizer):
             "last_grad_norm": self._last_grad_norm,
             "accumulation_seconds": accumulation,
             "accumulation_ms_per_step": accumulation * 1e3 / steps,
-            "hook_ms_per_step": 0.0 if attachment is None else attachment.hook_seconds * 1e3 / steps,
-            "forward_stall_ms": 0.0 if attachment is None else attachment.forward_seconds * 1e3 / steps,
+            "hook_ms_per_step": 0.0 if attachment is None else attachment.backward.hook_seconds * 1e3 / steps,
+            "forward_stall_ms": 0.0 if attachment is None else attachment.readers.forward_seconds * 1e3 / steps,
             "gpu_share": by_gpu / (by_gpu + by_cpu) if by_gpu + by_cpu else 0.0,
         }
 

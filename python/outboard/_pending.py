@@ -114,6 +114,12 @@ def mark(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any]) -> None:
         parameter.__class__ = PendingParameter
 
 
+def mark_one(parameter: torch.Tensor, key: int, waiter: weakref.ref[Any]) -> None:
+    """As `mark`, for a parameter of this id."""
+    _waiters[key] = waiter
+    parameter.__class__ = PendingParameter
+
+
 def unmark(parameters: Iterable[torch.Tensor]) -> None:
     """Give parameters their own class back."""
     for parameter in parameters:

@@ -18,6 +18,17 @@ from outboard._native import Core, DeviceError
 from outboard._pending import PendingParameter
 from outboard._resident import ResidentPlanes
 
+#: This process: asking the system in every hook costs as much as the rest of it where system calls are intercepted.
+_process = os.getpid()
+
+
+def _in_child() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
 #: What parameters that are trained may be.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +65,7 @@ class Slots:
         self._groups = groups
         self._full_master = full_master
         self._bf16_state = bf16_state
-        self._process = os.getpid()
+        self._process = _process
         self._threads = threads
         self._lanes = lanes
         self._transfer = lanes.transfer
@@ -74,11 +85,11 @@ class Slots:
     @property
     def is_at_home(self) -> bool:
         """Whether this is the process that made the state."""
-        return self._process == os.getpid()
+        return self._process == _process
 
     def is_forked(self) -> bool:
         """Whether this is a fork of the process that made the state."""
-        return self._process != os.getpid()
+        return self._process != _process
 
     def check_process(self) -> None:
         """Raise `ForkedError` in a fork of the process that made the state."""

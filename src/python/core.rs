@@ -4,7 +4,7 @@ use super::dlpack::PyPlane;
 use super::errors::WorkerError;
 use super::groups::{amsgrad, for_each_parameter};
 use super::lanes::{Choices, Engines, Lanes, transfer_named};
-use super::overlap::{increment_version, order_after, submit};
+use super::overlap::{GroupSettings, increment_version, order_after, submit};
 use super::parameters::{BindEntry, Parameters};
 use super::tensor::Place;
 use crate::engine::{Kept, Moments, NonFinite, Slot, StepOptions, StepReport};
@@ -69,6 +69,9 @@ impl Core {
 
     /// The engine of a device.
     pub(super) fn engine(&mut self, place: Place) -> crate::Result<Arc<dyn Lanes>> {
+        if let Some(engine) = self.engines.get(place) {
+            return Ok(engine);
+        }
         let engine = self.engines.of(place, self.isa)?;
         self.parameters.lanes = self.engines.all().map(|(_, engine)| Arc::downgrade(engine)).collect();
         Ok(engine)
@@ -233,16 +236,29 @@ impl Core {
         Ok(self.parameters.bindings[self.parameters.slot_of(parameter)?].place != Place::Host)
     }
 
-    /// Takes parameters, each with its group and a gradient, for an update that begins at once. Returns those that were
-    /// not taken: they are in host memory, or their strides ask for copies that `step` makes.
+    /// Takes parameters, each with a gradient and its group's settings, for an update that begins at once. Returns those
+    /// that were not taken: they are in host memory, or their strides ask for copies that `step` makes.
     #[pyo3(signature = (entries, *, seed))]
     fn update_now<'py>(
         slf: &Bound<'py, Self>,
-        entries: Vec<(Bound<'py, PyAny>, Bound<'py, PyDict>)>,
+        entries: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, PyRef<'py, GroupSettings>)>,
         seed: u64,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let begun = slf.borrow_mut().begin_updates(slf.py(), entries, seed)?;
         submit(slf, begun)
+    }
+
+    /// As `update_now`, for one parameter, in a hook: whether it was taken.
+    fn update_one<'py>(
+        slf: &Bound<'py, Self>,
+        parameter: &Bound<'py, PyAny>,
+        grad: &Bound<'py, PyAny>,
+        settings: &GroupSettings,
+        seed: u64,
+    ) -> PyResult<bool> {
+        let Some(begun) = slf.borrow_mut().begin_update(parameter, grad, settings, seed)? else { return Ok(false) };
+        submit(slf, begun)?;
+        Ok(true)
     }
 
     /// Takes gradients of parameters to host memory, from where `step` uses them. Returns the parameters whose gradients

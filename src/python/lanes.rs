@@ -8,7 +8,7 @@ use crate::cuda::CudaDevice;
 use crate::device::simulated::{Schedule, SimulatedDevice};
 use crate::device::{Device, DeviceGrad};
 use crate::engine::lanes::{
-    Engine, Gradient, Home, LaneOptions, LaneStats, Offload, Order, Part, Planes, Recipe, Request, Stretch, Sum,
+    Aside, Engine, Gradient, Home, LaneOptions, LaneStats, Offload, Order, Part, Planes, Recipe, Request, Stretch, Sum,
     Transfer,
 };
 use crate::engine::{Kept, Moments, Slot};
@@ -22,10 +22,10 @@ use std::time::Instant;
 
 /// An engine, whatever its device.
 pub(super) trait Lanes: Send + Sync {
-    fn submit(&self, requests: Vec<Request>, stream: usize, bounded: bool) -> Result<f64>;
+    fn submit(&self, requests: Vec<Request>, stream: usize) -> Result<f64>;
+    fn submit_with(&self, requests: Vec<Request>, stream: usize, aside: Aside<'_>) -> Result<f64>;
     fn wait(&self, slots: &[usize], stream: usize) -> Result<f64>;
-    fn has_room(&self, requests: &[Request]) -> bool;
-    fn are_issued(&self, slots: &[usize]) -> bool;
+    fn wait_with(&self, slots: &[usize], stream: usize, aside: Aside<'_>) -> Result<f64>;
     fn wait_on_host(&self, slots: &[usize]) -> Result<()>;
     fn synchronize(&self) -> Result<()>;
     fn take_failures(&self) -> Vec<(usize, Failure)>;
@@ -41,17 +41,17 @@ pub(super) trait Lanes: Send + Sync {
 }
 
 impl<D: Device> Lanes for Engine<D> {
-    fn submit(&self, requests: Vec<Request>, stream: usize, bounded: bool) -> Result<f64> {
-        Engine::submit(self, requests, stream, bounded)
+    fn submit(&self, requests: Vec<Request>, stream: usize) -> Result<f64> {
+        Engine::submit(self, requests, stream, false)
+    }
+    fn submit_with(&self, requests: Vec<Request>, stream: usize, aside: Aside<'_>) -> Result<f64> {
+        Engine::submit_with(self, requests, stream, Some(aside))
+    }
+    fn wait_with(&self, slots: &[usize], stream: usize, aside: Aside<'_>) -> Result<f64> {
+        Engine::wait_with(self, slots, stream, aside)
     }
     fn wait(&self, slots: &[usize], stream: usize) -> Result<f64> {
         Engine::wait(self, slots, stream)
-    }
-    fn has_room(&self, requests: &[Request]) -> bool {
-        Engine::has_room(self, requests)
-    }
-    fn are_issued(&self, slots: &[usize]) -> bool {
-        Engine::are_issued(self, slots)
     }
     fn wait_on_host(&self, slots: &[usize]) -> Result<()> {
         Engine::wait_on_host(self, slots)

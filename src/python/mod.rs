@@ -25,6 +25,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::add(module)?;
     module.add_class::<core::Core>()?;
     module.add_class::<core::StepOutcome>()?;
+    module.add_class::<overlap::GroupSettings>()?;
     module.add_class::<dlpack::PyPlane>()?;
     module.add_function(wrap_pyfunction!(info::build_info, module)?)?;
     module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;

@@ -1,7 +1,7 @@
 //! What hooks begin while a backward or a forward is under way: updates of gradients as they come, gradients that leave the
 //! device, streams that wait for weights.
 
-use super::binding::{Binding, Offloaded};
+use super::binding::{Binding, Job, Offloaded};
 use super::core::{Core, refuse_poisoned};
 use super::groups::config;
 use super::lanes::{Lanes, Terms, offload_request, request};
@@ -12,75 +12,132 @@ use crate::kernel::AdamWConfig;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 use std::sync::Arc;
 
-/// Tells autograd that tensors have been written: a backward through a graph that saved the old values must fail.
-pub(super) fn increment_version(py: Python<'_>, written: &Bound<'_, PyList>) -> PyResult<()> {
+/// What a parameter group says of an update, read once for all its parameters.
+#[pyclass(name = "GroupSettings", module = "outboard._native", frozen)]
+pub(super) struct GroupSettings(AdamWConfig);
+
+#[pymethods]
+impl GroupSettings {
+    #[new]
+    fn new(group: &Bound<'_, PyDict>) -> PyResult<Self> {
+        Ok(Self(config(group)?))
+    }
+}
+
+/// Tells autograd that tensors, a list or a tuple, have been written: a backward through a graph that saved the old values
+/// must fail.
+pub(super) fn increment_version(py: Python<'_>, written: &Bound<'_, PyAny>) -> PyResult<()> {
     static INCREMENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    INCREMENT.import(py, "torch.autograd.graph", "increment_version")?.call1((written,))?;
+    let increment = INCREMENT.get_or_try_init(py, || -> PyResult<_> {
+        // What torch's public function calls, in half the time.
+        let quick = py.import("torch")?.getattr("_C")?.getattr("_increment_version");
+        let public = |_| py.import("torch.autograd.graph")?.getattr("increment_version");
+        Ok(quick.or_else(public)?.unbind())
+    })?;
+    increment.call1(py, (written,))?;
     Ok(())
 }
 
+/// Lets the interpreter go while something is waited for. Getting it back can take milliseconds: that is why engines ask for
+/// this only where there is something to wait for.
+fn detached(py: Python<'_>) -> impl FnMut(&mut (dyn FnMut() + Send)) {
+    move |wait| py.detach(wait)
+}
+
 impl Core {
-    /// Takes parameters, each with its group and a gradient, for an update that begins at once. Returns those that were
-    /// not taken: they are in host memory, or their strides ask for copies that `step` makes.
+    /// Reads and checks a parameter and its gradient for an update that begins at once, and holds their memory. `None` for
+    /// one that is in host memory, or whose strides ask for copies that `step` makes.
+    fn ready_update<'py>(
+        &mut self,
+        parameter: &Bound<'py, PyAny>,
+        grad: &Bound<'py, PyAny>,
+        settings: &GroupSettings,
+    ) -> PyResult<Option<(usize, Job<'py>)>> {
+        let index = self.parameters.slot_of(parameter)?;
+        refuse_poisoned(&self.parameters.slots[index])?;
+        let mut job = self.parameters.job(index, parameter, grad.clone(), settings.0, false)?;
+        let walks_are_dense = job.grad_walks.is_dense() && self.parameters.bindings[index].walks.is_dense();
+        if job.place() == Place::Host || !walks_are_dense {
+            return Ok(None);
+        }
+        self.parameters.ready_for_device(index, parameter, &mut job)?;
+        Ok(Some((index, job)))
+    }
+
+    /// Counts the step of an update that is ready; its request, unless it has no elements.
+    fn eager_request(&mut self, index: usize, mut job: Job<'_>, seed: u64) -> Option<Request> {
+        let next_use = self.parameters.next_use[index];
+        let slot = &mut self.parameters.slots[index];
+        let steps = slot.steps() + 1.0;
+        slot.set_steps(steps);
+        self.counts.eager_updates += 1;
+        if slot.spec.layout.numel() == 0 {
+            return None;
+        }
+        let constants = job.config.constants(steps, 1.0);
+        let (amsgrad, grad_scale, write_unscaled) = (job.config.amsgrad, None, false);
+        let terms = Terms { index, steps, constants, seed, amsgrad, grad_scale, write_unscaled, next_use };
+        let resident = self.parameters.bindings[index].resident.as_ref();
+        // SAFETY: as in `step::requests`; autograd has produced the gradient just now, in memory of its own.
+        Some(unsafe { request(slot, resident, None, &mut job, &terms) })
+    }
+
+    /// Takes parameters, each with a gradient and its group's settings, for an update that begins at once. Returns those
+    /// that were not taken: see `ready_update`.
     pub(super) fn begin_updates<'py>(
         &mut self,
         py: Python<'py>,
-        entries: Vec<(Bound<'py, PyAny>, Bound<'py, PyDict>)>,
+        entries: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, PyRef<'py, GroupSettings>)>,
         seed: u64,
     ) -> PyResult<Begun<'py>> {
         self.collect_failures()?;
         let mut left = Vec::new();
-        let mut taken = Vec::new();
-        let mut current: Option<(Bound<'py, PyDict>, AdamWConfig)> = None;
-        for (parameter, group) in entries {
-            let config = match &current {
-                Some((of, config)) if of.is(&group) => *config,
-                _ => current.insert((group.clone(), config(&group)?)).1,
-            };
-            let index = self.parameters.slot_of(&parameter)?;
-            refuse_poisoned(&self.parameters.slots[index])?;
-            let grad = parameter.getattr(intern!(py, "grad"))?;
-            let mut job = self.parameters.job(index, &parameter, grad, config, false)?;
-            let walks_are_dense = job.grad_walks.is_dense() && self.parameters.bindings[index].walks.is_dense();
-            if job.place() == Place::Host || !walks_are_dense {
+        let mut taken = Vec::with_capacity(entries.len());
+        let written = PyList::empty(py);
+        for (parameter, grad, settings) in entries {
+            if let Some(ready) = self.ready_update(&parameter, &grad, &settings)? {
+                written.append(parameter)?;
+                taken.push(ready);
+            } else {
                 left.push(parameter);
-                continue;
             }
-            self.parameters.ready_for_device(index, &parameter, &mut job)?;
-            taken.push((index, parameter, job));
         }
         if taken.is_empty() {
             return Ok(Begun { submissions: Vec::new(), left });
         }
         // Before the first write: a backward that still needs the old values must fail.
-        let written = PyList::new(py, taken.iter().map(|(_, parameter, _)| parameter))?;
         increment_version(py, &written)?;
         let mut by_place: Vec<(Place, Vec<Request>)> = Vec::new();
-        for (index, _, mut job) in taken {
-            let next_use = self.parameters.next_use[index];
-            let slot = &mut self.parameters.slots[index];
-            let steps = slot.steps() + 1.0;
-            slot.set_steps(steps);
-            self.counts.eager_updates += 1;
-            if slot.spec.layout.numel() == 0 {
-                continue;
-            }
-            let constants = job.config.constants(steps, 1.0);
-            let (amsgrad, grad_scale, write_unscaled) = (job.config.amsgrad, None, false);
-            let terms = Terms { index, steps, constants, seed, amsgrad, grad_scale, write_unscaled, next_use };
+        for (index, job) in taken {
             let place = job.place();
-            let resident = self.parameters.bindings[index].resident.as_ref();
-            // SAFETY: as in `step::requests`; autograd has produced the gradient just now, in memory of its own.
-            let request = unsafe { request(slot, resident, None, &mut job, &terms) };
+            let Some(request) = self.eager_request(index, job, seed) else { continue };
             match by_place.iter_mut().find(|(known, _)| *known == place) {
                 Some((_, requests)) => requests.push(request),
                 None => by_place.push((place, vec![request])),
             }
         }
         self.begun(py, by_place, left)
+    }
+
+    /// As `begin_updates`, for one parameter: `None` if it was not taken.
+    pub(super) fn begin_update<'py>(
+        &mut self,
+        parameter: &Bound<'py, PyAny>,
+        grad: &Bound<'py, PyAny>,
+        settings: &GroupSettings,
+        seed: u64,
+    ) -> PyResult<Option<Begun<'py>>> {
+        let py = parameter.py();
+        self.collect_failures()?;
+        let Some((index, job)) = self.ready_update(parameter, grad, settings)? else { return Ok(None) };
+        let written = PyTuple::new(py, [parameter])?;
+        increment_version(py, &written)?;
+        let place = job.place();
+        let by_place = self.eager_request(index, job, seed).map(|request| (place, vec![request]));
+        self.begun(py, by_place.into_iter().collect(), Vec::new()).map(Some)
     }
 
     /// Takes gradients of parameters to host memory, from where `step` uses them. Returns the parameters whose gradients
@@ -143,15 +200,11 @@ pub(super) fn submit<'py>(core: &Bound<'py, Core>, begun: Begun<'py>) -> PyResul
     let Begun { submissions, left } = begun;
     let mut stalled = 0.0;
     for (engine, stream, requests) in submissions {
-        // Getting the interpreter back can take milliseconds: it is only let go where there is something to wait for. Who
-        // submits to one optimizer takes turns (`_one_at_a_time` in Python), so the room is still there.
-        stalled += if engine.has_room(&requests) {
-            engine.submit(requests, stream, false)?
-        } else {
-            core.py().detach(|| engine.submit(requests, stream, true))?
-        };
+        stalled += engine.submit_with(requests, stream, &mut detached(core.py()))?;
     }
-    core.borrow_mut().counts.hook_stall_seconds += stalled;
+    if stalled > 0.0 {
+        core.borrow_mut().counts.hook_stall_seconds += stalled;
+    }
     Ok(left)
 }
 
@@ -183,11 +236,7 @@ pub(super) fn order_after(core: &Bound<'_, Core>, parameters: Vec<Bound<'_, PyAn
     }
     let mut stalled = 0.0;
     for Wait { place, engine, stream, slots } in waits {
-        stalled += if engine.are_issued(&slots) {
-            engine.wait(&slots, stream)?
-        } else {
-            py.detach(|| engine.wait(&slots, stream))?
-        };
+        stalled += engine.wait_with(&slots, stream, &mut detached(py))?;
         if place == Place::Simulated {
             // Those who read it next do so at once.
             py.detach(|| engine.wait_on_host(&slots))?;

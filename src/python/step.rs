@@ -102,7 +102,7 @@ impl Core {
             let mut waits = Vec::new();
             for (Party { engine, stream, .. }, requests) in parties.iter().zip(by_party) {
                 let slots: Vec<usize> = requests.iter().map(|request| request.order.slot()).collect();
-                engine.submit(requests, *stream, false)?;
+                engine.submit(requests, *stream)?;
                 waits.push((engine, slots, *stream));
             }
             let report = engine::update(pool, isa, updates, &verdict, &options);

@@ -166,9 +166,10 @@ pub(super) fn jobs<D: Device>(
     let mut jobs = Vec::new();
     let mut open: Vec<Job<D>> = Vec::new();
     let mut slots = HashSet::new();
+    let is_only = requests.len() == 1;
     for Request { order, next_use, write_unscaled, keep } in requests {
         let slot = order.slot();
-        if !slots.insert(slot) {
+        if !is_only && !slots.insert(slot) {
             // The second update of a slot comes after the first.
             jobs.append(&mut open);
             slots = HashSet::from([slot]);

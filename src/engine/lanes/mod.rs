@@ -34,7 +34,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// How the GPU lane meets the state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -119,6 +119,9 @@ struct State<D: Device> {
     broken: Option<String>,
     waiting_bytes: usize,
     stop: bool,
+    /// Whether the dispatcher sleeps until it is woken. While anything is under way it naps for some tens of microseconds,
+    /// and to wake it in every hook would cost more than it gains.
+    is_asleep: bool,
     stats: LaneStats,
     issue_mark: f64,
     timeline: Vec<Stretch>,
@@ -131,13 +134,38 @@ impl<D: Device> State<D> {
     }
 }
 
+/// What the dispatcher sleeps on.
+#[derive(Default)]
+struct Bell(Condvar);
+
+impl Bell {
+    /// Sleeps until it is rung, or for no reason.
+    fn wait<'a, D: Device>(&self, mut state: MutexGuard<'a, State<D>>) -> MutexGuard<'a, State<D>> {
+        state.is_asleep = true;
+        let mut state = self.0.wait(state).unwrap_or_else(PoisonError::into_inner);
+        state.is_asleep = false;
+        state
+    }
+
+    /// Sleeps for `nap` at most.
+    fn wait_timeout<'a, D: Device>(&self, state: MutexGuard<'a, State<D>>, nap: Duration) -> MutexGuard<'a, State<D>> {
+        self.0.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn notify_one(&self) {
+        self.0.notify_one();
+    }
+}
+
 /// What the callers' threads, the workers and the dispatcher share.
 struct Shared<D: Device> {
     state: Mutex<State<D>>,
     /// For the dispatcher: something has come.
-    wake: Condvar,
+    wake: Bell,
     /// For callers: something has been issued, or has landed.
     moved: Condvar,
+    /// Whether there may be failures that nobody has taken.
+    has_failures: AtomicBool,
     record_timeline: AtomicBool,
     emit_ranges: AtomicBool,
     started: Instant,
@@ -154,6 +182,7 @@ impl<D: Device> Shared<D> {
         for (slot, failure) in failures {
             state.poisoned.insert(slot);
             state.failures.push((slot, failure));
+            self.has_failures.store(true, Ordering::Release);
         }
     }
 
@@ -174,6 +203,10 @@ impl<D: Device> Shared<D> {
         (self.now() - began, state)
     }
 }
+
+/// What a caller does around a wait on the host, where there is one (with a lock of its own, let it go): called with what
+/// waits.
+pub type Aside<'a> = &'a mut dyn FnMut(&mut (dyn FnMut() + Send));
 
 /// Memory of [`Engine::squared_norms`].
 #[derive(Debug)]
@@ -259,12 +292,14 @@ impl<D: Device> Engine<D> {
                 broken: None,
                 waiting_bytes: 0,
                 stop: false,
+                is_asleep: false,
                 stats,
                 issue_mark: 0.0,
                 timeline: Vec::new(),
             }),
-            wake: Condvar::new(),
+            wake: Bell::default(),
             moved: Condvar::new(),
+            has_failures: AtomicBool::new(false),
             record_timeline: AtomicBool::new(false),
             emit_ranges: AtomicBool::new(false),
             started,
@@ -300,7 +335,7 @@ impl<D: Device> Engine<D> {
         let releaser = start("outboard-release", Box::new(move || dispatcher::release_all(&releasing, &over)))?;
         let threads = vec![start("outboard-dispatcher", Box::new(move || dispatcher.run()))?, releaser];
         let limits = Limits { device_slot, host_slot };
-        let process = std::process::id();
+        let process = crate::process::id();
         Ok(Self { device, shared, options, limits, norm: Mutex::new(None), fail_at, threads, process })
     }
 
@@ -319,7 +354,7 @@ impl<D: Device> Engine<D> {
     /// # Errors
     /// [`Error::Forked`].
     pub fn check_process(&self) -> Result<()> {
-        let used_in = std::process::id();
+        let used_in = crate::process::id();
         if used_in == self.process { Ok(()) } else { Err(Error::Forked { made_in: self.process, used_in }) }
     }
 
@@ -329,20 +364,36 @@ impl<D: Device> Engine<D> {
     /// # Errors
     /// [`Error::Cuda`], [`Error::Forked`]: nothing has been taken over.
     pub fn submit(&self, requests: Vec<Request>, stream: usize, bounded: bool) -> Result<f64> {
+        let mut at_once = |wait: &mut (dyn FnMut() + Send)| wait();
+        self.submit_with(requests, stream, bounded.then_some(&mut at_once))
+    }
+
+    /// As [`Self::submit`], bounded if there is an `aside`: that is called to wait, if there is no room. (A caller with a
+    /// lock of its own lets it go there.)
+    ///
+    /// # Errors
+    /// As [`Self::submit`].
+    pub fn submit_with(&self, requests: Vec<Request>, stream: usize, aside: Option<Aside<'_>>) -> Result<f64> {
         self.check_process()?;
         if requests.is_empty() {
             return Ok(0.0);
-        }
-        if let Some(cause) = &self.shared.lock().broken {
-            return Err(Error::Cuda(cause.clone()));
         }
         let ready = Arc::new(self.device.event()?);
         self.device.record(&ready, Stream::Foreign(stream))?;
         let jobs = job::jobs::<D>(requests, &ready, stream, self.limits);
         let bytes: usize = jobs.iter().map(|job| job.grad_bytes).sum();
         let most = self.options.max_waiting_bytes;
-        let has_room = |state: &State<D>| !bounded || state.has_room(bytes, most);
-        let (stalled, mut state) = self.shared.wait_until(has_room);
+        let mut stalled = 0.0;
+        let mut state = self.shared.lock();
+        if let Some(aside) = aside.filter(|_| !state.has_room(bytes, most)) {
+            drop(state);
+            aside(&mut || stalled = self.shared.wait_until(|state| state.has_room(bytes, most)).0);
+            state = self.shared.lock();
+        }
+        if let Some(cause) = &state.broken {
+            return Err(Error::Cuda(cause.clone()));
+        }
+        let must_wake = std::mem::take(&mut state.is_asleep);
         for member in jobs.iter().flat_map(|job| &job.slots) {
             let fresh = || Progress { unissued: 0, unlanded: 0, events: Vec::new() };
             let progress = state.progress.entry(member.slot).or_insert_with(fresh);
@@ -357,7 +408,9 @@ impl<D: Device> Engine<D> {
         stats.queue.1 = stats.queue.1.max(stats.queue.0);
         state.inbox.extend(jobs);
         drop(state);
-        self.shared.wake.notify_one();
+        if must_wake {
+            self.shared.wake.notify_one();
+        }
         Ok(stalled)
     }
 
@@ -367,21 +420,17 @@ impl<D: Device> Engine<D> {
     /// # Errors
     /// [`Error::Cuda`], [`Error::Forked`]. Failed updates are not an error here: see [`Self::take_failures`].
     pub fn wait(&self, slots: &[usize], stream: usize) -> Result<f64> {
-        let (stalled, events) = self.events_of(slots)?;
+        self.wait_with(slots, stream, &mut |wait: &mut (dyn FnMut() + Send)| wait())
+    }
+
+    /// As [`Self::wait`]; `aside` is called to wait on the host, if that is needed.
+    ///
+    /// # Errors
+    /// As [`Self::wait`].
+    pub fn wait_with(&self, slots: &[usize], stream: usize, aside: Aside<'_>) -> Result<f64> {
+        let (stalled, events) = self.events_of(slots, aside)?;
         events.iter().try_for_each(|event| self.device.order(Stream::Foreign(stream), event))?;
         Ok(stalled)
-    }
-
-    /// Whether a bounded [`Self::submit`] of these would not wait.
-    pub fn has_room(&self, requests: &[Request]) -> bool {
-        let bytes = requests.iter().map(|request| request.order.grad_bytes()).sum();
-        self.shared.lock().has_room(bytes, self.options.max_waiting_bytes)
-    }
-
-    /// Whether [`Self::wait`] for these slots would not wait on the host.
-    pub fn are_issued(&self, slots: &[usize]) -> bool {
-        let state = self.shared.lock();
-        slots.iter().all(|slot| state.progress.get(slot).is_none_or(|progress| progress.unissued == 0))
     }
 
     /// Waits until the weights of these slots are updated.
@@ -389,16 +438,23 @@ impl<D: Device> Engine<D> {
     /// # Errors
     /// As [`Self::wait`].
     pub fn wait_on_host(&self, slots: &[usize]) -> Result<()> {
-        self.events_of(slots)?.1.iter().try_for_each(|event| self.device.wait(event))
+        let events = self.events_of(slots, &mut |wait: &mut (dyn FnMut() + Send)| wait())?.1;
+        events.iter().try_for_each(|event| self.device.wait(event))
     }
 
     /// Once all updates of these slots are issued: the events to follow, and the seconds it took.
-    fn events_of(&self, slots: &[usize]) -> Result<(f64, Vec<Arc<D::Event>>)> {
+    fn events_of(&self, slots: &[usize], aside: Aside<'_>) -> Result<(f64, Vec<Arc<D::Event>>)> {
         self.check_process()?;
         let issued = |state: &State<D>| {
             slots.iter().all(|slot| state.progress.get(slot).is_none_or(|progress| progress.unissued == 0))
         };
-        let (stalled, state) = self.shared.wait_until(issued);
+        let mut stalled = 0.0;
+        let mut state = self.shared.lock();
+        while !issued(&state) {
+            drop(state);
+            aside(&mut || stalled += self.shared.wait_until(issued).0);
+            state = self.shared.lock();
+        }
         let mut events: Vec<Arc<D::Event>> = Vec::new();
         for event in slots.iter().filter_map(|slot| state.progress.get(slot)).flat_map(|progress| &progress.events) {
             if !events.iter().any(|known| Arc::ptr_eq(known, event)) {
@@ -425,7 +481,12 @@ impl<D: Device> Engine<D> {
 
     /// The failures since the last call, by slot. Their slots' updates fail until [`Self::heal`].
     pub fn take_failures(&self) -> Vec<(usize, Failure)> {
-        std::mem::take(&mut self.shared.lock().failures)
+        // Asked in every hook: only where there are any is the dispatcher kept waiting.
+        if self.shared.has_failures.swap(false, Ordering::Acquire) {
+            std::mem::take(&mut self.shared.lock().failures)
+        } else {
+            Vec::new()
+        }
     }
 
     /// Declares a slot's state whole again.

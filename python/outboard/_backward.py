@@ -1,0 +1,403 @@
+"""Gradients from the hook that completes them to the step that lets go of them.
+
+When updates begin, what counts as a backward, and what must hold between the two: see "Eager" in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from outboard import _capture, _pending
+from outboard._hooks import _EndOfBackward, nothing
+from outboard._native import GroupSettings
+from outboard._readers import Readers
+from outboard._roster import Roster
+
+if TYPE_CHECKING:
+    from outboard._stepping import SteppingOptimizer
+
+#: The number of the backward that runs on this thread; -1: none. Private in torch: without it reentrant checkpointing
+#: counts a backward for each of its segments.
+backward_here: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+class Abandoned(NamedTuple):
+    """What `abandon()` found, as names of parameters."""
+
+    #: Updated in the backward that was given up.
+    updated: list[str]
+    #: Gradients that were dropped.
+    dropped: list[str]
+
+
+def _plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter's gradient without waiting for a pending update."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def _drop_grad(parameter: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None
+
+
+#: A gradient that an update in backward has used: its parameter, itself (None where it was let go), its version.
+_Taken = tuple[torch.Tensor, "torch.Tensor | None", int]
+
+
+class Backward:
+    """The gradients of one attached optimizer."""
+
+    def __init__(self, optimizer: Callable[[], SteppingOptimizer | None], roster: Roster, readers: Readers) -> None:
+        self._optimizer = optimizer
+        self._roster = roster
+        self._readers = readers
+        #: Whether a backward has been counted that has not ended (or has with an exception, if `_end` is gone).
+        self._in_backward = False
+        #: The end of the backward that is under way, if it is known.
+        self._end: Callable[[], _EndOfBackward | None] = nothing
+        #: What is done with gradients in this backward.
+        self._takes = self._offloads = self._watches = False
+        self._backwards = 0
+        self._taken: dict[int, _Taken] = {}
+        self._offloaded: dict[int, torch.Tensor] = {}
+        #: What updates in this backward use of each group: as it was, and as the native half has read it.
+        self._settings: dict[int, tuple[tuple[Any, ...], GroupSettings]] = {}
+        #: For eager="auto": gradients as they were in the hook, of the step before it decides.
+        self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        #: Whether a backward has completed one gradient twice.
+        self._has_repeats = False
+        self._is_proven = False
+        self.hook_seconds = 0.0
+
+    @property
+    def _opt(self) -> SteppingOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "an attachment lives in its optimizer"
+        return optimizer
+
+    # ---- in backward
+
+    def _updates_now(self) -> bool:
+        """Whether gradients are used as they come."""
+        opt = self._opt
+        if opt._eager is False or opt._needs_all_gradients() or self._backwards < opt._lanes.accumulation_steps:
+            return False
+        if self._roster.has_changed:
+            # There may be no state yet, which is made and pinned in `step()`.
+            return False
+        if opt._lanes.offload_gradients and opt._lanes.accumulation_steps > 1:
+            # The last gradient is the smaller part: it is added to the sum in host memory, which `step()` uses.
+            return False
+        return opt._eager is True or self._is_proven
+
+    def gradient_is_ready(self, parameter: torch.Tensor) -> None:
+        """Handle a complete gradient of a parameter: update now, or note it for `step()`."""
+        began = time.perf_counter()
+        try:
+            key = id(parameter)
+            grad = parameter.grad
+            group = self._roster.groups.get(key)
+            if grad is None or group is None:
+                return
+            if not self._in_backward or self._end() is None:
+                self._begin_backward()
+            if self._takes:
+                if type(parameter) is torch.nn.Parameter:
+                    self._take_one(parameter, key, grad, group)
+                else:
+                    self._take([parameter])
+            elif self._offloads:
+                self._offload([parameter])
+            elif self._watches:
+                seen = self._watched.get(key)
+                self._has_repeats |= seen is not None and seen[2] == self._backwards
+                self._watched[key] = (weakref.ref(grad), grad._version, self._backwards)
+        finally:
+            self.hook_seconds += time.perf_counter() - began
+
+    def notice(self) -> None:
+        """Follow the backward that this forward is a part of to its end.
+
+        Reentrant checkpointing computes its segments anew in the backward that is to be counted, and then runs a
+        backward within for each: their gradients belong to the outer one. There the parameters may have no gradients
+        of their own, so that this is where it is seen.
+        """
+        if self._end() is None:
+            self._follow_backward()
+
+    def _follow_backward(self) -> None:
+        end = _EndOfBackward(self)
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(end)
+        self._end = weakref.ref(end)
+
+    def _begin_backward(self) -> None:
+        """Count a backward at its first gradient."""
+        opt = self._opt
+        if self._in_backward:
+            # It ended with an exception.
+            self._backwards -= 1
+            self._in_backward = False
+        if _capture.is_capturing():
+            raise _capture.refuse("a backward of an attached model")
+        self._roster.refresh()
+        if self._taken:
+            raise RuntimeError(
+                "a backward has begun although the updates that the last one started were not followed by step(): "
+                "call step() after each backward (accumulation_steps=n declares more), or abandon() after an exception"
+            )
+        steps = opt._lanes.accumulation_steps
+        if self._backwards >= steps and (steps > 1 or self._offloaded):
+            raise RuntimeError(
+                f"this is backward {self._backwards + 1} since the last step(), and accumulation_steps is {steps}"
+            )
+        self._readers.order_is_known()
+        self._in_backward = True
+        self._backwards += 1
+        self._takes = self._updates_now()
+        self._offloads = opt._lanes.offload_gradients
+        self._watches = opt._eager == "auto" and not self._is_proven
+        if self._end() is None:
+            self._follow_backward()
+
+    def _settings_of(self, group: dict[str, Any]) -> GroupSettings:
+        known = self._settings.get(id(group))
+        if known is None:
+            known = self._settings[id(group)] = (_settings(group), GroupSettings(group))
+        return known[1]
+
+    def _take_one(self, parameter: torch.Tensor, key: int, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        """As `_take`, for a parameter that is not pending: what hooks do, hundreds of times in each backward."""
+        if key in self._taken or grad.requires_grad:
+            self._refuse_gradient(parameter, "eager=False")
+        opt = self._opt
+        settings = self._settings_of(group)
+        version = grad._version
+        # Before its update begins: an interrupt may come as soon as it has.
+        self._readers.begin(parameter, key)
+        if not opt._take_one(parameter, grad, settings):
+            return
+        if opt._eager == "auto":
+            self._taken[key] = (parameter, grad, version)
+        else:
+            self._taken[key] = (parameter, None, version)
+            _drop_grad(parameter)
+
+    def _take(self, parameters: list[torch.Tensor]) -> None:
+        """Start the updates of parameters whose gradients are complete."""
+        opt = self._opt
+        entries = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                grad = parameter.grad
+                assert grad is not None
+                if id(parameter) in self._taken or grad.requires_grad:
+                    self._refuse_gradient(parameter, "eager=False")
+                entries.append((parameter, grad, self._settings_of(self._roster.groups[id(parameter)])))
+        _pending.settle_others(parameters, self._readers.waiter)
+        # Before their updates begin: an interrupt may come as soon as they have.
+        self._readers.expect(parameters)
+        left = {id(parameter) for parameter in opt._take_now(entries)}
+        keep = opt._eager == "auto"
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, grad, _ in entries:
+                if id(parameter) not in left:
+                    self._taken[id(parameter)] = (parameter, grad if keep else None, grad._version)
+                    if not keep:
+                        parameter.grad = None
+        self._readers.wait_for_unseen(parameters)
+
+    def _refuse_gradient(self, parameter: torch.Tensor, instead: str) -> None:
+        """Say why a gradient cannot be used in backward."""
+        name = self._opt._slots.name_of(parameter)
+        if id(parameter) in self._taken:
+            raise RuntimeError(
+                f"{name}: a second gradient before step(), after its update has begun. Use eager=False (a module "
+                "that is used twice under reentrant checkpointing fires twice), accumulation_steps=n for n "
+                "backwards a step, or abandon() after an exception in backward"
+            )
+        raise RuntimeError(
+            f"{name}: its gradient has a graph of its own (create_graph=True), which a later backward needs; "
+            f"use {instead}"
+        )
+
+    def _offload(self, parameters: list[torch.Tensor]) -> None:
+        """Let gradients leave the device."""
+        for parameter in parameters:
+            grad = _plain_grad(parameter)
+            if grad is not None and grad.requires_grad:
+                self._refuse_gradient(parameter, "offload_gradients=False")
+        left = {id(parameter) for parameter in self._opt._offload_now(parameters)}
+        for parameter in parameters:
+            if id(parameter) not in left:
+                parameter.grad = None
+                self._offloaded[id(parameter)] = parameter
+
+    def offloaded(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients are in host memory."""
+        return list(self._offloaded.values())
+
+    def backward_has_ended(self) -> None:
+        """Take the tiny parameters, which have no hooks."""
+        self._end = nothing
+        if not self._in_backward:
+            return
+        began = time.perf_counter()
+        try:
+            if self._takes or self._offloads:
+                tiny = [
+                    parameter
+                    for parameter in self._roster.listed
+                    if id(parameter) not in self._roster.hooked
+                    and _pending.can_mark(parameter)
+                    and parameter.grad is not None
+                    and id(parameter) not in self._taken
+                ]
+                if tiny and self._takes:
+                    self._take(tiny)
+                elif tiny:
+                    self._offload(tiny)
+            self._in_backward = False
+        finally:
+            self.hook_seconds += time.perf_counter() - began
+
+    # ---- the step
+
+    def before_step(self, *, scaled: bool) -> None:
+        """Check that what backward has begun is what `step()` is to complete."""
+        opt = self._opt
+        self._roster.refresh()
+        if self._offloaded and scaled:
+            raise RuntimeError(
+                "a gradient scaler cannot unscale gradients that have been offloaded: use offload_gradients=False"
+            )
+        if self._taken:
+            if self._in_backward:
+                raise RuntimeError(
+                    "the last backward ended with an exception after some parameters had been updated: call abandon(), "
+                    "and load a checkpoint if the others must not be left behind"
+                )
+            if scaled:
+                raise RuntimeError(
+                    "a gradient scaler came after updates had begun in backward, with scaled gradients: use eager=False"
+                )
+            if opt._needs_all_gradients():
+                raise RuntimeError(
+                    "clipping, a norm or a check of all gradients was switched on between backward and step(), after "
+                    "updates had begun in backward: switch it on after step()"
+                )
+            for group in opt.param_groups:
+                used = self._settings.get(id(group))
+                if used is not None and used[0] != _settings(group):
+                    raise RuntimeError(
+                        "a parameter group's settings (lr, betas, ...) changed between backward and step(), after they "
+                        "had been used: change them after step(), as torch's schedulers do, or use eager=False"
+                    )
+            self._check_taken()
+        elif opt._eager == "auto" and not self._is_proven:
+            is_one_step = 0 < self._backwards <= opt._lanes.accumulation_steps and not scaled
+            is_one_step = is_one_step and not self._has_repeats
+            self._is_proven = is_one_step and self._watched != {} and all(map(self._is_untouched, self._roster.listed))
+
+    def _check_taken(self) -> None:
+        """Refuse gradients that are not what the updates in backward have used; let go of those that are."""
+        # Once around the loop: ten thousand parameters have ten thousand gradients.
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, used, version in self._taken.values():
+                grad = parameter.grad
+                if used is None and grad is not None:
+                    name = self._opt._slots.name_of(parameter)
+                    raise RuntimeError(
+                        f"{name}: it has another gradient, which came after the update in backward had used the first: "
+                        "use eager=False"
+                    )
+                if used is None:
+                    continue
+                if grad is not used or used._version != version:
+                    name = self._opt._slots.name_of(parameter)
+                    raise RuntimeError(
+                        f"{name}: its gradient was changed after the update in backward had used it (clipping, an "
+                        "averaging of gradients?): use max_grad_norm for clipping, or eager=False"
+                    )
+                parameter.grad = None
+
+    def _is_untouched(self, parameter: torch.Tensor) -> bool:
+        if id(parameter) not in self._roster.hooked:
+            return True
+        grad = _plain_grad(parameter)
+        seen = self._watched.get(id(parameter))
+        if grad is None or seen is None:
+            return grad is None and seen is None
+        return seen[0]() is grad and seen[1] == grad._version
+
+    def after_step(self, stepped: Iterable[torch.Tensor]) -> None:
+        """Let go of the gradients that `step()` has taken."""
+        stepped = list(stepped)
+        for parameter in stepped:
+            _drop_grad(parameter)
+        self._readers.mark(stepped)
+        self._reset_step()
+
+    def _reset_step(self) -> None:
+        self._taken.clear()
+        self._offloaded.clear()
+        self._settings.clear()
+        self._watched.clear()
+        self._has_repeats = False
+        self._backwards = 0
+        self._in_backward = False
+
+    def steps_are_over(self, skipped: Iterable[torch.Tensor] = ()) -> None:
+        """Forget a step that changed nothing, and the gradients that it has skipped."""
+        for parameter in skipped:
+            _drop_grad(parameter)
+        self._opt._core.drop_offloaded()
+        self._reset_step()
+
+    def has_begun(self) -> bool:
+        """Whether updates have begun in backward that `step()` has not been called for."""
+        return bool(self._taken)
+
+    def before_zero_grad(self) -> None:
+        """Refuse to drop gradients whose updates have begun."""
+        if self._taken:
+            raise RuntimeError(
+                "zero_grad() before step(): updates have begun in backward, and only step() completes them; after an "
+                "exception call abandon()"
+            )
+        self._reset_step()
+
+    def abandon(self) -> Abandoned:
+        """Drop what has not begun; say what has."""
+        name = {id(parameter): name for _, _, name, parameter in self._opt._slots.named()}
+        updated = [name[key] for key in self._taken if key in name]
+        dropped = [name[key] for key in self._offloaded if key in name]
+        self._opt._core.drop_offloaded()
+        for parameter in self._roster.listed:
+            if _plain_grad(parameter) is not None:
+                if id(parameter) not in self._taken:
+                    dropped.append(name[id(parameter)])
+                _drop_grad(parameter)
+        self._reset_step()
+        return Abandoned(updated, dropped)
+
+
+def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what an update has used of a group."""
+    values = []
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if isinstance(value, torch.Tensor):
+            value = value.item()
+        elif key == "betas":
+            value = tuple(float(beta) for beta in value)
+        if isinstance(value, (int, float, bool, str, tuple)) or value is None:
+            values.append((key, value))
+    return tuple(values)

@@ -1,0 +1,117 @@
+"""The hooks that an attached optimizer leaves on parameters and modules.
+
+They hold what they call weakly, and copies of them (deepcopy, pickle) do nothing: a model never keeps or copies its
+optimizer. Pickles of models name these classes, also as `outboard._attach` has them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from outboard._attach import Attachment
+    from outboard._backward import Backward
+
+
+class Uses:
+    """A module's own parameters as they were when it was attached."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        #: Name, parameter and its id.
+        self.parameters = [(name, parameter, id(parameter)) for name, parameter in parameters.items()]
+        #: Whether it has been called: if not, others read its weights, or nobody does.
+        self.is_called = False
+
+
+def nothing() -> None:
+    """Stand for a weak reference in copies."""
+
+
+class _Hook:
+    """A hook that holds weakly what it calls. Copies are inert."""
+
+    def __init__(self, target: Any = None) -> None:
+        #: Returns what is called, while there is one.
+        self._target: Callable[[], Any] = nothing if target is None else weakref.ref(target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class _GradientHook(_Hook):
+    def __call__(self, parameter: torch.Tensor) -> None:
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            attachment.gradient_is_ready(parameter)
+
+
+class _EndOfBackward(_Hook):
+    """Queued in one backward, which alone keeps it: it goes with a backward that ends with an exception."""
+
+    def __call__(self) -> None:
+        backward: Backward | None = self._target()
+        if backward is not None:
+            backward.backward_has_ended()
+
+
+class _ForwardHook(_Hook):
+    """On one module, for its own parameters."""
+
+    def __init__(self, attachment: Attachment | None = None, uses: Uses | None = None) -> None:
+        super().__init__(attachment)
+        self._uses = None if uses is None else weakref.ref(uses)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            uses = self._uses()  # type: ignore[misc]
+            if uses is not None:
+                attachment.forward_begins(module, uses)
+
+
+class _ModelHook(_Hook):
+    """On a whole model, for those of its modules that are not called themselves."""
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            attachment.model_begins()
+
+
+class _CompiledHook(_Hook):
+    """Outside a compiled region, for all parameters in it."""
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            attachment.compiled_begins()
+
+
+class _CompiledCall(_Hook):
+    """In place of the call of a module that was `.compile()`d, whose hooks are compiled with it."""
+
+    def __init__(self, attachment: Attachment, module: torch.nn.Module) -> None:
+        super().__init__(attachment)
+        self._module = weakref.ref(module)
+        self._call: Any = module._compiled_call_impl
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            attachment.model_begins()
+            attachment.compiled_begins()
+        return self._call(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own call back."""
+        module = self._module()
+        if module is not None and module._compiled_call_impl is self:
+            module._compiled_call_impl = self._call

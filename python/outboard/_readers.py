@@ -1,0 +1,163 @@
+"""Who reads weights whose updates are under way: modules by their hooks, everybody else by the parameter's class.
+
+The order in which the first forward uses weights is that of the queue: it is recorded here.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outboard import _pending
+from outboard._hooks import Uses
+from outboard._roster import Roster
+
+if TYPE_CHECKING:
+    from outboard._base import BaseOptimizer
+
+
+class Readers:
+    """The parameters of one optimizer that are waited for, and those who wait."""
+
+    def __init__(self, optimizer: Callable[[], BaseOptimizer | None], roster: Roster) -> None:
+        self._optimizer = optimizer
+        self._roster = roster
+        #: Who waits, for `_pending`.
+        self.waiter: weakref.ref[Any] = weakref.ref(self)
+        self._pending: dict[int, torch.Tensor] = {}
+        #: Modules with parameters of the optimizer that have not been called.
+        self._uncalled: list[tuple[weakref.ref[torch.nn.Module], Uses]] = []
+        self._uses: weakref.WeakKeyDictionary[torch.nn.Module, Uses] = weakref.WeakKeyDictionary()
+        self._order: dict[int, int] | None = {}
+        self.forward_seconds = 0.0
+
+    @property
+    def _opt(self) -> BaseOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "an attachment lives in its optimizer"
+        return optimizer
+
+    def add(self, module: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> Uses:
+        """Know a module's own parameters."""
+        uses = self._uses[module] = Uses(parameters)
+        self._uncalled.append((weakref.ref(module), uses))
+        return uses
+
+    def begin(self, parameter: torch.Tensor, key: int) -> None:
+        """As `expect`, for one parameter of this id that can be marked."""
+        self._pending[key] = parameter
+        _pending.mark_one(parameter, key, self.waiter)
+
+    def expect(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let readers of these parameters wait for updates, where that is possible."""
+        marked = [parameter for parameter in parameters if _pending.can_mark(parameter)]
+        _pending.mark(marked, self.waiter)
+        for parameter in marked:
+            self._pending[id(parameter)] = parameter
+
+    def mark(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let readers of these parameters wait for their updates, which have begun."""
+        parameters = list(parameters)
+        self.expect(parameters)
+        self.wait_for_unseen(parameters)
+
+    def wait_for_unseen(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for parameters whose readers nobody would see."""
+        unseen = [parameter for parameter in parameters if not _pending.can_mark(parameter)]
+        if unseen:
+            self._opt._core.wait(unseen)
+
+    def resolve(self, parameters: list[torch.Tensor], *, are_used: bool = True) -> None:
+        """Order the current stream after these parameters' updates."""
+        began = time.perf_counter()
+        if are_used and self._order is not None:
+            self._note_use(parameters)
+        pending = self._pending
+        waiting = [parameter for parameter in parameters if id(parameter) in pending]
+        if waiting:
+            opt = self._opt
+            with opt._lock:
+                try:
+                    opt._core.wait(waiting)
+                except Exception:
+                    self._forget(waiting)
+                    raise
+                # Not after an interrupt, which may have come first.
+                self._forget(waiting)
+        self.forward_seconds += time.perf_counter() - began
+
+    def _forget(self, parameters: list[torch.Tensor]) -> None:
+        _pending.unmark(parameters)
+        for parameter in parameters:
+            self._pending.pop(id(parameter), None)
+
+    def resolve_all(self) -> None:
+        """Order the current stream after everything."""
+        self.resolve(list(self._pending.values()))
+
+    def settled(self) -> None:
+        """Everything has landed: nobody needs to wait."""
+        _pending.unmark(self._pending.values())
+        self._pending.clear()
+
+    def forward_begins(self, module: torch.nn.Module, uses: Uses) -> None:
+        """Wait for a module's own parameters, and note when they are used."""
+        uses.is_called = True
+        own, pending = module._parameters, self._pending
+        waiting = []
+        for name, known, key in uses.parameters:
+            if own.get(name) is not known:
+                self._refuse_replaced(module, uses)
+            if key in pending:
+                waiting.append(known)
+        if self._order is not None:
+            self._note_use(known for _, known, _ in uses.parameters)
+        if waiting:
+            self.resolve(waiting)
+
+    def model_begins(self) -> None:
+        """Look at those modules of a model that are not called: theirs may be replaced, too."""
+        if self._uncalled:
+            self._uncalled = [(reference, uses) for reference, uses in self._uncalled if not uses.is_called]
+            for reference, uses in self._uncalled:
+                module = reference()
+                if module is not None:
+                    self._refuse_replaced(module, uses)
+
+    def _refuse_replaced(self, module: torch.nn.Module, uses: Uses) -> None:
+        for index, (name, known, _) in enumerate(uses.parameters):
+            parameter = module._parameters.get(name)
+            # Another tensor than a parameter is there for one call only (torch.func.functional_call).
+            if parameter is known or not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
+                continue
+            self._roster.refresh()
+            if id(parameter) in self._roster.groups:
+                uses.parameters[index] = (name, parameter, id(parameter))
+                continue
+            raise RuntimeError(
+                f"{name} of {type(module).__name__} is another parameter than the one that the optimizer trains "
+                "(load_state_dict(assign=True)?): build the optimizer anew"
+            )
+
+    def _note_use(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record the order of the first forward; a second use of the first weight ends it."""
+        if self._order is None:
+            return
+        core = self._opt._core
+        for parameter in parameters:
+            if id(parameter) not in self._order and core.is_bound(parameter):
+                self._order[id(parameter)] = len(self._order)
+                core.set_next_use(parameter, self._order[id(parameter)])
+
+    def order_is_known(self) -> None:
+        """End the recording of the order of use."""
+        if self._order:
+            self._order = None
+
+    def count_pending(self) -> int:
+        """Return the number of parameters whose updates may be under way."""
+        return len(self._pending)
