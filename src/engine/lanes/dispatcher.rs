@@ -21,9 +21,9 @@ use crate::memory::{HostRing, HostSpan};
 use ranges::{Ranges, span};
 use staging::{Guard, Staging};
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 /// Bundles of parameters with resident state in flight at once.
@@ -152,11 +152,11 @@ impl<D: Device> Dispatcher<D> {
             // Spurious wake-ups only cost a look.
             let (wake, asleep_since) = (&self.shared.wake, self.shared.now());
             let mut state = if idle {
-                wake.wait(state).unwrap_or_else(PoisonError::into_inner)
+                wake.wait(state)
             } else {
-                let woken = wake.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner);
+                let woken = wake.wait_timeout(state, nap);
                 nap = (nap * 2).min(NAP.1);
-                woken.0
+                woken
             };
             state.stats.dispatcher_sleep_seconds += self.shared.now() - asleep_since;
         }

@@ -126,14 +126,6 @@ pub enum Order {
 }
 
 impl Order {
-    /// Bytes of the gradient, where it is on the device.
-    pub(super) fn grad_bytes(&self) -> usize {
-        match self {
-            Self::Update(part) => part.grad.device_bytes(),
-            Self::Offload(offload) => offload.grad.len(),
-        }
-    }
-
     /// The slot it is for.
     pub fn slot(&self) -> usize {
         match self {
