@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -159,6 +160,8 @@ class Attachment:
         self._backwards = 0
         self._taken: dict[int, _Taken] = {}
         self._offloaded: dict[int, torch.Tensor] = {}
+        #: How often, since the last step.
+        self._offloads: Counter[int] = Counter()
         self._settings: dict[int, tuple[Any, ...]] = {}
         #: For eager="auto": gradients as they were in the hook, of the step before it decides.
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -333,15 +336,27 @@ class Attachment:
 
     def _offload(self, parameters: list[torch.Tensor]) -> None:
         """Let gradients leave the device."""
+        core = self._opt._core
+        # What has been added or unfrozen since the last step has no state, nor memory for gradients, before the next.
+        parameters = [parameter for parameter in parameters if core.is_bound(parameter)]
         for parameter in parameters:
             grad = _plain_grad(parameter)
             if grad is not None and grad.requires_grad:
                 self._refuse_gradient(parameter, "offload_gradients=False")
+            if self._offloads[id(parameter)] >= self._backwards:
+                name = self._opt._slots.name_of(parameter)
+                raise RuntimeError(
+                    f"{name}: a second gradient of one backward, after the first was offloaded, or one of a backward "
+                    "that ended with an exception: call zero_grad() of the optimizer, or abandon(), after an "
+                    "exception; a module that is used twice under reentrant checkpointing needs "
+                    "offload_gradients=False"
+                )
         left = {id(parameter) for parameter in self._opt._offload_now(parameters)}
         for parameter in parameters:
             if id(parameter) not in left:
                 parameter.grad = None
                 self._offloaded[id(parameter)] = parameter
+                self._offloads[id(parameter)] += 1
 
     def offloaded(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients are in host memory."""
@@ -447,6 +462,7 @@ class Attachment:
     def _reset_step(self) -> None:
         self._taken.clear()
         self._offloaded.clear()
+        self._offloads.clear()
         self._settings.clear()
         self._watched.clear()
         self._backwards = 0
@@ -458,6 +474,11 @@ class Attachment:
             _drop_grad(parameter)
         self._opt._core.drop_offloaded()
         self._reset_step()
+
+    def step_was_refused(self) -> None:
+        """Keep the gradients of a step that was refused, those in host memory too; what backward has begun is over."""
+        self._taken.clear()
+        self._settings.clear()
 
     def has_begun(self) -> bool:
         """Whether updates have begun in backward that `step()` has not been called for."""

@@ -19,7 +19,7 @@ from outboard import _checkpoint, _engines, _pending, _plan
 from outboard._arguments import check_choice, check_count, check_group, check_max_grad_norm
 from outboard._attach import Abandoned, Attachment
 from outboard._lanes import LaneOptions
-from outboard._native import Core, WorkerError, default_threads, require_device
+from outboard._native import Core, NonFiniteError, WorkerError, default_threads, require_device
 from outboard._slots import Slots, check_parameter, parameter_name
 from outboard._state import State
 
@@ -300,9 +300,14 @@ class OffloadedOptimizer(Optimizer):
             if attachment is not None:
                 attachment.after_step(stepped)
             raise
-        except BaseException:
+        except NonFiniteError:
             if attachment is not None:
                 attachment.steps_are_over()
+            raise
+        except BaseException:
+            # Nothing has been changed, and gradients stay where they are.
+            if attachment is not None:
+                attachment.step_was_refused()
             raise
         finally:
             self._state.refresh()
@@ -353,7 +358,8 @@ class OffloadedOptimizer(Optimizer):
         """
         if self._attachment is not None:
             self._attachment.before_zero_grad()
-            self._core.drop_offloaded()
+        # Also of an optimizer that was detached after a backward.
+        self._core.drop_offloaded()
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
