@@ -106,7 +106,7 @@ def _nursery() -> Iterator[subprocess.Popen[str]]:
 def python(_nursery: Any, tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs a program in a process of its own and returns what it printed."""
 
-    def run(program: str, *arguments: str, expect: int = 0, **environment: str) -> str:
+    def run(program: str, *arguments: str, expect: int | tuple[int, ...] = 0, **environment: str) -> str:
         stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
         for file in (stdout, stderr):
             file.write_text("")
@@ -119,7 +119,9 @@ def python(_nursery: Any, tmp_path: Path) -> Callable[..., str]:
         }
         print(json.dumps(order), file=_nursery.stdin, flush=True)
         status = int(_nursery.stdout.readline())
-        assert status == expect, f"exit status {status}\n{stdout.read_text()}\n{stderr.read_text()}"
+        assert status in (expect if isinstance(expect, tuple) else (expect,)), (
+            f"exit status {status}\n{stdout.read_text()}\n{stderr.read_text()}"
+        )
         return stdout.read_text()
 
     return run

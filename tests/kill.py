@@ -27,14 +27,18 @@ WIDTH = 288  # weights are large enough for a hook of their own
 LAYERS = 4
 #: Exit status of a process in which updates were lost or half done.
 LOST = 99
+#: What an interrupt that nobody catches ends a process with: the signal, or 1 where torch's own function at exit
+#: imports `tabulate` if that is installed, after which Python does not know of the interrupt any more (seen with torch 2.11,
+#: without outboard as with it). Whoever expects this also looks for KeyboardInterrupt on stderr.
+INTERRUPTED = (-signal.SIGINT, 1)
 #: What each case's process is to exit with.
 STATUS = {
-    "exception in backward": 1,
-    "exception in forward": 1,
-    "interrupt": -signal.SIGINT,
-    "interrupt that is caught": 0,
-    "exit": 7,
-    "drop": 0,
+    "exception in backward": (1,),
+    "exception in forward": (1,),
+    "interrupt": INTERRUPTED,
+    "interrupt that is caught": (0,),
+    "exit": (7,),
+    "drop": (0,),
 }
 LIMIT_SECONDS = 60
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -198,6 +199,22 @@ def test_zero_grad_before_step(lanes_device, eager) -> None:
     rig.twin.model.loss(1).backward()
     rig.twin.step()
     rig.check()
+
+
+@pytest.mark.parametrize("eager", ["auto", True])
+def test_load_state_dict_before_step(lanes_device, eager) -> None:
+    """The rest of the step would be done on what is loaded."""
+    rig = Rig(lanes_device, eager=eager)
+    rig.train()
+    saved = copy.deepcopy(rig.opt.state_dict())
+    rig.backward(1)
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) before step\(\).*abandon"):
+        rig.opt.load_state_dict(saved)
+    rig.opt.step()
+    rig.twin.model.loss(1).backward()
+    rig.twin.step()
+    rig.check()
+    rig.opt.load_state_dict(saved)
 
 
 def test_zero_grad_drops_what_has_not_begun(lanes_device) -> None:

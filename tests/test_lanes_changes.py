@@ -325,3 +325,22 @@ def test_parameters_moved_after_construction_and_before_attach(lanes_device) -> 
     train(model, opt, twin, 3)
     assert opt.state[model[0].weight]["residual"].dtype is torch.int16
     twin.check(opt)
+
+
+def test_amsgrad_later_for_a_parameter_that_has_moved_to_the_device() -> None:
+    """Bound in host memory, its state stays there, whatever may be resident by now."""
+    from outboard._lanes import LaneOptions
+
+    p = torch.nn.Parameter(torch.randn(3000))
+    opt = outboard.AdamW([p], device_state_bytes=1.0, threads=1)
+    twin = Twin([p])
+    p.grad = torch.randn_like(p)
+    twin.step()
+    opt.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaneOptions, "simulate", 3)
+        for group in (opt.param_groups[0], twin.optimizer.param_groups[0]):
+            group["amsgrad"] = True
+        twin.step()
+        opt.step()
+        twin.check(opt)

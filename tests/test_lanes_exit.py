@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import outboard
+from kill import INTERRUPTED
 from lanes import Stack, TwinModel, is_pending
 from oracle import assert_same
 
@@ -92,7 +93,7 @@ class Programs:
         self.path = tmp_path / "weights"
         self.path.write_bytes(bytes(4 * sum(SIZES)))
 
-    def run(self, program: str, expect: int = 0, seed: int = 0) -> str:
+    def run(self, program: str, expect: int | tuple[int, ...] = 0, seed: int = 0) -> str:
         import textwrap
 
         from outboard._lanes import LaneOptions
@@ -194,7 +195,9 @@ def test_exception_between_backward_and_step(programs) -> None:
 
 @EAGER
 def test_keyboard_interrupt(programs, eager) -> None:
-    programs.run(f"opt = start(eager={eager!r}); os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", expect=-2)
+    programs.run(
+        f"opt = start(eager={eager!r}); os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", expect=INTERRUPTED
+    )
     assert "KeyboardInterrupt" in programs.stderr
     programs.check()
 
@@ -207,7 +210,7 @@ def test_keyboard_interrupt_in_backward(programs) -> None:
         model.loss(1).backward()
         time.sleep(30)
         """,
-        expect=-2,
+        expect=INTERRUPTED,
     )
     assert "KeyboardInterrupt" in programs.stderr
     # It is raised where Python gets to run next, maybe after all of backward.
@@ -227,9 +230,10 @@ def test_keyboard_interrupt_while_waiting(programs) -> None:
             opt.synchronize()
             time.sleep(30)
             """,
-            expect=-2,
+            expect=INTERRUPTED,
             seed=seed,
         )
+        assert "KeyboardInterrupt" in programs.stderr
         programs.check()
 
 
@@ -436,6 +440,10 @@ for number, call in enumerate({CALLS!r}):
             eval(call)
         except outboard.ForkedError:
             pass
+        except RuntimeError as error:
+            # torch's own, of the tensors that the loss is made of.
+            if device == "cpu" or "forked subprocess" not in str(error):
+                raise
         else:
             print("no error:", call, flush=True)
     code = fork(then)

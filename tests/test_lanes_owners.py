@@ -18,6 +18,7 @@ from lanes import (
     Twin,
     TwinModel,
     assert_untouched,
+    is_pending,
     set_grad,
 )
 from oracle import assert_same
@@ -256,6 +257,8 @@ def test_no_grad_and_inference_mode_forwards(lanes_device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+# torch 2.11 hides this one by a filter of its own, which does not hide errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile", "a part"])
 def test_compiled_models(lanes_device, how) -> None:
     """Hooks outside of the compiled region, none inside; the graph does not break."""
@@ -290,3 +293,17 @@ def test_compiled_models(lanes_device, how) -> None:
     assert counter.frame_count == 1
     assert_untouched(rig.model)
     torch._dynamo.reset()
+
+
+def test_data_parallel(lanes_device) -> None:
+    """Its replicas are copied from the weights by native code, which no hook and no class sees."""
+    model = Stack(3000, 700).to(lanes_device.device)
+    twin = TwinModel(model)
+    opt = outboard.AdamW(model.parameters(), threads=1, eager=True).attach(torch.nn.DataParallel(model))
+    for step in range(3):
+        model.loss(step).backward()
+        opt.step()
+        assert not any(map(is_pending, model.parameters()))
+        twin.model.loss(step).backward()
+        twin.step()
+    twin.check(opt)

@@ -88,8 +88,8 @@ def check_torch_switches(
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise a ValueError that lists the allowed values."""
-    if not any(value is choice or value == choice for choice in allowed):
+    """Raise a ValueError that lists the allowed values. 1 is not True: who asks `is True` later would miss it."""
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         listed = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(f"{name} must be one of {listed}, not {value!r}")
 

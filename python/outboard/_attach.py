@@ -97,12 +97,14 @@ class Attachment:
 
 def _is_wrapped(model: torch.nn.Module) -> bool:
     """Whether gradients are final, or weights are read, at other times than autograd and modules tell."""
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     def is_sharded(module: torch.nn.Module) -> bool:
         return any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in type(module).__mro__)
 
-    if any(isinstance(module, DistributedDataParallel) or is_sharded(module) for module in model.modules()):
+    # DataParallel's replicas are copied from the weights by native code.
+    wrappers = (DataParallel, DistributedDataParallel)
+    if any(isinstance(module, wrappers) or is_sharded(module) for module in model.modules()):
         return True
     return any(not _pending.can_mark(parameter) for parameter in model.parameters())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,6 +67,8 @@ class Backward:
         self._backwards = 0
         self._taken: dict[int, _Taken] = {}
         self._offloaded: dict[int, torch.Tensor] = {}
+        #: How often, since the last step.
+        self._times_offloaded: Counter[int] = Counter()
         #: What updates in this backward use of each group: as it was, and as the native half has read it.
         self._settings: dict[int, tuple[tuple[Any, ...], GroupSettings]] = {}
         #: For eager="auto": gradients as they were in the hook, of the step before it decides.
@@ -229,15 +232,27 @@ class Backward:
 
     def _offload(self, parameters: list[torch.Tensor]) -> None:
         """Let gradients leave the device."""
+        core = self._opt._core
+        # What has been added or unfrozen since the last step has no state, nor memory for gradients, before the next.
+        parameters = [parameter for parameter in parameters if core.is_bound(parameter)]
         for parameter in parameters:
             grad = _plain_grad(parameter)
             if grad is not None and grad.requires_grad:
                 self._refuse_gradient(parameter, "offload_gradients=False")
+            if self._times_offloaded[id(parameter)] >= self._backwards:
+                name = self._opt._slots.name_of(parameter)
+                raise RuntimeError(
+                    f"{name}: a second gradient of one backward, after the first was offloaded, or one of a backward "
+                    "that ended with an exception: call zero_grad() of the optimizer, or abandon(), after an "
+                    "exception; a module that is used twice under reentrant checkpointing needs "
+                    "offload_gradients=False"
+                )
         left = {id(parameter) for parameter in self._opt._offload_now(parameters)}
         for parameter in parameters:
             if id(parameter) not in left:
                 parameter.grad = None
                 self._offloaded[id(parameter)] = parameter
+                self._times_offloaded[id(parameter)] += 1
 
     def offloaded(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients are in host memory."""
@@ -347,6 +362,7 @@ class Backward:
     def _reset_step(self) -> None:
         self._taken.clear()
         self._offloaded.clear()
+        self._times_offloaded.clear()
         self._settings.clear()
         self._watched.clear()
         self._has_repeats = False
@@ -360,17 +376,22 @@ class Backward:
         self._opt._core.drop_offloaded()
         self._reset_step()
 
-    def has_begun(self) -> bool:
-        """Whether updates have begun in backward that `step()` has not been called for."""
-        return bool(self._taken)
+    def step_was_refused(self) -> None:
+        """Keep the gradients of a step that was refused, those in host memory too; what backward has begun is over."""
+        self._taken.clear()
+        self._settings.clear()
+
+    def refuse_before_step(self, call: str) -> None:
+        """Refuse a call where updates have begun in backward that `step()` has not been called for."""
+        if self._taken:
+            raise RuntimeError(
+                f"{call} before step(): updates have begun in backward, and only step() completes them; after an "
+                "exception call abandon()"
+            )
 
     def before_zero_grad(self) -> None:
         """Refuse to drop gradients whose updates have begun."""
-        if self._taken:
-            raise RuntimeError(
-                "zero_grad() before step(): updates have begun in backward, and only step() completes them; after an "
-                "exception call abandon()"
-            )
+        self.refuse_before_step("zero_grad()")
         self._reset_step()
 
     def abandon(self) -> Abandoned:

@@ -177,7 +177,12 @@ class OffloadedOptimizer(SteppingOptimizer):
             If groups or shapes do not match; it names the parameter.
         TypeError
             If a state is not made of tensors.
+        RuntimeError
+            If updates have begun in backward and `step()` has not been called since.
         """
+        if self._attachment is not None:
+            # The step that they belong to would be counted, and the rest of it done, on the state that is loaded.
+            self._attachment.backward.refuse_before_step("load_state_dict()")
         self._settle_quietly()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

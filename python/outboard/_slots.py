@@ -150,7 +150,9 @@ class Slots:
                 fresh[id(parameter)] = parameter
             elif not amsgrad:
                 continue
-            planes = self._resident_planes(parameter, amsgrad)
+            # Not fresh planes over the state of one that was bound on the host, and has moved.
+            may_be_resident = id(parameter) in fresh or parameter in self.resident.tensors
+            planes = self._resident_planes(parameter, amsgrad) if may_be_resident else None
             entries.append((parameter, name, number, self._full_master, self._bf16_state, amsgrad, planes))
         if entries:
             self._choose_transfer(parameter for parameter, *_ in entries)

@@ -15,7 +15,7 @@ import torch
 from outboard import _capture, _engines, _pending
 from outboard._attach import Abandoned, Attachment
 from outboard._base import BaseOptimizer, one_at_a_time, outside_dynamo
-from outboard._native import GroupSettings, WorkerError
+from outboard._native import GroupSettings, NonFiniteError, WorkerError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,9 +112,14 @@ class SteppingOptimizer(BaseOptimizer):
             if attachment is not None:
                 attachment.backward.after_step(stepped)
             raise
-        except BaseException:
+        except NonFiniteError:
             if attachment is not None:
                 attachment.backward.steps_are_over()
+            raise
+        except BaseException:
+            # Nothing has been changed, and gradients stay where they are.
+            if attachment is not None:
+                attachment.backward.step_was_refused()
             raise
         finally:
             self._state.refresh()
@@ -172,7 +177,8 @@ class SteppingOptimizer(BaseOptimizer):
         """
         if self._attachment is not None:
             self._attachment.backward.before_zero_grad()
-            self._core.drop_offloaded()
+        # Also of an optimizer that was detached after a backward.
+        self._core.drop_offloaded()
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
@@ -211,11 +217,7 @@ class SteppingOptimizer(BaseOptimizer):
         """
         attachment = self._attachment
         if attachment is not None:
-            if attachment.backward.has_begun():
-                raise RuntimeError(
-                    "detach() before step(): updates have begun in backward, and only step() completes them; after an "
-                    "exception call abandon()"
-                )
+            attachment.backward.refuse_before_step("detach()")
             try:
                 self.synchronize()
             finally:

@@ -156,7 +156,10 @@ impl Core {
             let mut job = self.parameters.job(index, &parameter, grad, AdamWConfig::default(), false)?;
             let Parameters { reader, slots, bindings, .. } = &mut self.parameters;
             let Binding { offloaded, walks, .. } = &mut bindings[index];
-            let fits = |offloaded: &&mut Offloaded| offloaded.dtype == DType::F32 || offloaded.dtype == job.grad.dtype;
+            // Only fp32 can be added to.
+            let fits = |offloaded: &&mut Offloaded| {
+                offloaded.dtype == DType::F32 || (offloaded.dtype == job.grad.dtype && offloaded.count == 0)
+            };
             let is_dense = job.grad_walks.is_dense() && walks.is_dense();
             let Some(offloaded) = offloaded.as_mut().filter(fits).filter(|_| is_dense) else {
                 left.push(parameter);

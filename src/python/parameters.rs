@@ -288,6 +288,10 @@ impl Parameters {
         refuse_overlap(&slot.spec.name, &layout)?;
         let state = layout.dense_like();
         if state != slot.spec.layout {
+            if binding.is_offloaded() {
+                let message = "its strides have changed since its gradient was offloaded: zero_grad() drops that";
+                return Err(Error::InvalidValue(format!("{}: {message}", slot.spec.name)).into());
+            }
             // The planes may still be on their way home.
             let lanes: Vec<_> = self.lanes.iter().filter_map(Weak::upgrade).collect();
             py.detach(|| lanes.iter().try_for_each(|lanes| lanes.synchronize()))?;

@@ -125,7 +125,14 @@ impl<D: Device> Dispatcher<D> {
         }
     }
 
+    /// The thread's work, until the engine is dropped. A panic in it is a failure of all that was accepted.
     pub(super) fn run(mut self) {
+        if let Err(cause) = crate::pool::attempt(|| self.work()) {
+            self.give_up(&cause);
+        }
+    }
+
+    fn work(&mut self) {
         crate::pool::sleep_precisely();
         if let Err(error) = self.device.enter_thread() {
             self.break_down(&error);

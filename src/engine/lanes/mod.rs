@@ -107,12 +107,26 @@ struct Progress<D: Device> {
     events: Vec<Arc<D::Event>>,
 }
 
+/// Failures that nobody has taken, and whether there are any for those who have no lock.
+#[derive(Debug, Default)]
+struct Failures {
+    told: Vec<(usize, Failure)>,
+    are_there: Arc<AtomicBool>,
+}
+
+impl Failures {
+    fn push(&mut self, failure: (usize, Failure)) {
+        self.told.push(failure);
+        self.are_there.store(true, Ordering::Release);
+    }
+}
+
 #[derive(Debug)]
 struct State<D: Device> {
     inbox: Vec<Job<D>>,
     computed: Vec<workers::Computed>,
     progress: HashMap<usize, Progress<D>>,
-    failures: Vec<(usize, Failure)>,
+    failures: Failures,
     /// Slots half updated: their updates fail until they are healed.
     poisoned: HashSet<usize>,
     /// Why the device is of no use any more.
@@ -164,8 +178,8 @@ struct Shared<D: Device> {
     wake: Bell,
     /// For callers: something has been issued, or has landed.
     moved: Condvar,
-    /// Whether there may be failures that nobody has taken.
-    has_failures: AtomicBool,
+    /// Whether there are failures that nobody has taken.
+    has_failures: Arc<AtomicBool>,
     record_timeline: AtomicBool,
     emit_ranges: AtomicBool,
     started: Instant,
@@ -182,7 +196,6 @@ impl<D: Device> Shared<D> {
         for (slot, failure) in failures {
             state.poisoned.insert(slot);
             state.failures.push((slot, failure));
-            self.has_failures.store(true, Ordering::Release);
         }
     }
 
@@ -282,12 +295,14 @@ impl<D: Device> Engine<D> {
                 + resident_tables.bytes(),
             ..LaneStats::default()
         };
+        let failures = Failures::default();
+        let has_failures = Arc::clone(&failures.are_there);
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
                 inbox: Vec::new(),
                 computed: Vec::new(),
                 progress: HashMap::new(),
-                failures: Vec::new(),
+                failures,
                 poisoned: HashSet::new(),
                 broken: None,
                 waiting_bytes: 0,
@@ -299,7 +314,7 @@ impl<D: Device> Engine<D> {
             }),
             wake: Bell::default(),
             moved: Condvar::new(),
-            has_failures: AtomicBool::new(false),
+            has_failures,
             record_timeline: AtomicBool::new(false),
             emit_ranges: AtomicBool::new(false),
             started,
@@ -385,10 +400,14 @@ impl<D: Device> Engine<D> {
         let most = self.options.max_waiting_bytes;
         let mut stalled = 0.0;
         let mut state = self.shared.lock();
-        if let Some(aside) = aside.filter(|_| !state.has_room(bytes, most)) {
-            drop(state);
-            aside(&mut || stalled = self.shared.wait_until(|state| state.has_room(bytes, most)).0);
-            state = self.shared.lock();
+        if let Some(aside) = aside {
+            let may_go_on = |state: &State<D>| state.broken.is_some() || state.has_room(bytes, most);
+            // Again: another thread may take the room between the wait and the lock.
+            while !may_go_on(&state) {
+                drop(state);
+                aside(&mut || stalled += self.shared.wait_until(may_go_on).0);
+                state = self.shared.lock();
+            }
         }
         if let Some(cause) = &state.broken {
             return Err(Error::Cuda(cause.clone()));
@@ -483,7 +502,7 @@ impl<D: Device> Engine<D> {
     pub fn take_failures(&self) -> Vec<(usize, Failure)> {
         // Asked in every hook: only where there are any is the dispatcher kept waiting.
         if self.shared.has_failures.swap(false, Ordering::Acquire) {
-            std::mem::take(&mut self.shared.lock().failures)
+            std::mem::take(&mut self.shared.lock().failures.told)
         } else {
             Vec::new()
         }

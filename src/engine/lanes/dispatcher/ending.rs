@@ -8,10 +8,12 @@ use crate::engine::lanes::workers::Broken;
 use crate::engine::lanes::{Shared, State};
 use crate::error::{Error, Failure, Result};
 use std::any::Any;
+use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Receiver;
+use std::time::Duration;
 
 impl<D: Device> Dispatcher<D> {
     /// Counts elements of a job as given to the device; once all are, streams may follow.
@@ -202,6 +204,42 @@ impl<D: Device> Dispatcher<D> {
         self.land(lost);
     }
 
+    /// After a panic, when nobody knows how far anything is: everything has failed, and nobody waits any longer.
+    pub(super) fn give_up(mut self, cause: &str) {
+        const OWN: [Stream; 5] = [Stream::StateIn, Stream::Update, Stream::StateOut, Stream::Down, Stream::Up];
+        let cause = format!("outboard's dispatcher has failed, which is a bug in outboard: {cause}");
+        // Whoever is told that it is over may touch the memory: the workers first, which hold this until they are done.
+        while Arc::strong_count(&self.workers.tell) > 1 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let drained = drain(&*self.device, &OWN);
+        let mut state = self.shared.lock();
+        let active = std::mem::take(&mut self.active).into_values().map(|active| active.job);
+        let waiting = self.pending.drain().flat_map(|(_, jobs)| jobs).chain(self.parked.drain(..));
+        let jobs: Vec<Job<D>> = active.chain(waiting).chain(std::mem::take(&mut state.inbox)).collect();
+        let known: HashMap<usize, &Member> =
+            jobs.iter().flat_map(|job| &job.slots).map(|member| (member.slot, member)).collect();
+        let slots: Vec<usize> = state.progress.drain().map(|(slot, _)| slot).collect();
+        for slot in slots {
+            let nameless = || Failure { parameter: format!("#{slot}"), first: 0, len: 0, cause: cause.clone() };
+            let failure = known.get(&slot).map_or_else(nameless, |member| member.failure(&cause).1);
+            state.poisoned.insert(slot);
+            state.failures.push((slot, failure));
+        }
+        state.broken = Some(cause);
+        state.waiting_bytes = 0;
+        state.stats.queue.0 = 0;
+        drop(state);
+        let shared = Arc::clone(&self.shared);
+        if drained.is_err() {
+            // The device may still write there.
+            std::mem::forget((jobs, self));
+        } else {
+            drop(jobs);
+        }
+        shared.moved.notify_all();
+    }
+
     pub(super) fn finish(&mut self, id: u64) {
         let Some(Active { job, .. }) = self.active.remove(&id) else { return };
         self.end_turns(id, &job.slots);
@@ -254,6 +292,7 @@ fn settle<D: Device>(state: &mut State<D>, slots: &[Member], grad_bytes: usize, 
             }
         }
     }
-    state.waiting_bytes -= grad_bytes;
-    state.stats.queue.0 -= usize::from(whole);
+    // They are 0 already where the dispatcher has given up.
+    state.waiting_bytes = state.waiting_bytes.saturating_sub(grad_bytes);
+    state.stats.queue.0 = state.stats.queue.0.saturating_sub(usize::from(whole));
 }

@@ -7,7 +7,7 @@ use crate::memory::{DeviceSpan, HostSpan};
 use std::any::Any;
 use std::ops::Deref;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 #[derive(Debug)]
@@ -16,6 +16,8 @@ pub(super) struct Watched {
     /// Calls of `is_done` until the device breaks, just before that call.
     looks_left: AtomicU64,
     refused: AtomicUsize,
+    /// Whether the next copy panics.
+    panics: AtomicBool,
     /// The dispatcher's thread.
     entered: Mutex<Option<libc::pthread_t>>,
 }
@@ -24,12 +26,21 @@ impl Watched {
     pub(super) fn new(schedule: Schedule) -> Self {
         let inner = SimulatedDevice::new(schedule).unwrap();
         let (looks_left, refused) = (AtomicU64::new(u64::MAX), AtomicUsize::new(0));
-        Self { inner, looks_left, refused, entered: Mutex::new(None) }
+        Self { inner, looks_left, refused, panics: AtomicBool::new(false), entered: Mutex::new(None) }
     }
 
     /// Breaks at the `look`th look at an event from now on, 0 being the next.
     pub(super) fn break_at_look(&self, look: u64) {
         self.looks_left.store(look, Ordering::SeqCst);
+    }
+
+    /// Lets the next copy to or from the device panic.
+    pub(super) fn panic_next(&self) {
+        self.panics.store(true, Ordering::SeqCst);
+    }
+
+    fn panic_if_asked(&self) {
+        assert!(!self.panics.swap(false, Ordering::SeqCst), "asked for by a test");
     }
 
     /// Calls that were errors.
@@ -97,10 +108,12 @@ impl Device for Watched {
     }
 
     fn copy_in(&self, to: &DeviceSpan, from: &HostSpan, stream: Stream) -> Result<()> {
+        self.panic_if_asked();
         self.watch(self.inner.copy_in(to, from, stream))
     }
 
     fn copy_out(&self, to: &HostSpan, from: &DeviceSpan, stream: Stream) -> Result<()> {
+        self.panic_if_asked();
         self.watch(self.inner.copy_out(to, from, stream))
     }
 

@@ -1,0 +1,316 @@
+"""What bits do not show: that state is on the device, that it is pinned, that an option does anything at all."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import outboard
+from lanes import Layer, Stack, Twin, TwinModel, host_only, plain_grad, set_grad, train
+from oracle import assert_same
+from outboard import _roster
+
+# A test that hangs does so in native code, where a signal does not reach it.
+pytestmark = pytest.mark.timeout(60, method="thread")
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+MODES = ("cpu", "gpu", "auto")
+SIZES = (3000, 5, 700, 66_000)
+
+
+@pytest.fixture(autouse=True)
+def _small_ones_have_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let parameters of more than 50 elements have hooks, so that models may be small."""
+    monkeypatch.setattr(_roster, "TINY_ELEMS", 50)
+
+
+class Rig:
+    """A model with an attached optimizer, and its twin."""
+
+    def __init__(
+        self, lanes_device: Any, *sizes: int, dtype: Any = FP32, attached: bool = True, **options: Any
+    ) -> None:
+        self.model = Stack(*(sizes or SIZES), dtype=dtype).to(lanes_device.device)
+        self.twin = TwinModel(self.model, **options)
+        self.opt = outboard.AdamW(self.model.parameters(), **{"threads": 1, "chunk_elems": 5_000, **options})
+        if attached:
+            self.opt.attach(self.model)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
+
+    def backward(self, step: int = 0) -> None:
+        self.model.loss(step).backward()
+        self.twin.model.loss(step).backward()
+
+    def step(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+        self.twin.step()
+
+    def train(self, steps: int = 2, first: int = 0) -> None:
+        for step in range(first, first + steps):
+            self.backward(step)
+            self.step()
+
+    def check(self, what: str = "") -> None:
+        self.twin.check(self.opt, what)
+
+
+# ---- the tests' own model
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, (70_000, 5, 90_000), (1, 300_000, 7)], ids=str)
+def test_the_tests_have_gradients(dtype, sizes) -> None:
+    """A twin shows a weight that was read too early by its gradients: not if these are all zero."""
+    model = Stack(*sizes, dtype=dtype)
+    for step in range(3):
+        model.zero_grad()
+        model.loss(step).backward()
+        for p in model.parameters():
+            assert (p.grad != 0).float().mean() > 0.9, f"{p.numel()} elements in step {step}"
+
+
+# ---- state on the device
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["plain", "attached"])
+@pytest.mark.parametrize("share", [1.0, 0.03, 40_000])
+@pytest.mark.parametrize("mode", MODES)
+def test_resident_state(lanes_device, attached, share, mode) -> None:
+    rig = Rig(lanes_device, attached=attached, device_state_bytes=share, mode=mode)
+    rig.train(3)
+    rig.opt.synchronize()
+    stats = rig.opt.stats()
+    # Of 24,000, 40, 5,600 and 528,000 bytes; 0.03 of all is 16,729.
+    resident = [SIZES[number] for number in {1.0: (0, 1, 2, 3), 0.03: (1, 2), 40_000: (0, 1, 2)}[share]]
+    # `step` is counted with them.
+    resident_bytes = 8 * sum(resident) + 8 * len(resident)
+    assert stats["resident_bytes"] == resident_bytes
+    assert stats["resident_parameters"] == len(resident)
+    (device,) = stats["devices"].values()
+    assert device["resident_elements"] == 3 * sum(resident)
+    assert stats["state_bytes"] + stats["resident_bytes"] == 8 * sum(SIZES) + 8 * len(SIZES)
+    plan = rig.opt.plan()
+    assert plan["device_bytes"]["state_resident"] == resident_bytes
+    assert plan["resident_gib"] == resident_bytes / 2**30
+    rig.check()
+
+
+@pytest.mark.parametrize("settings", [{}, {"master": "full"}, {"state_dtype": BF16}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_resident_state_of_every_dtype(lanes_device, settings, dtype) -> None:
+    rig = Rig(lanes_device, dtype=dtype, device_state_bytes=1.0, **settings)
+    rig.train(3)
+    rig.check()
+    assert rig.opt.stats()["state_bytes"] == 0
+    planes = [plane for state in rig.opt.state.values() for key, plane in state.items() if key != "step"]
+    assert all(plane.device == lanes_device.put(torch.ones(1)).device for plane in planes)
+
+
+@pytest.mark.parametrize("to", [0, 1.0])
+@pytest.mark.parametrize("share", [0, 0.03, 1.0])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_checkpoints_of_resident_state(lanes_device, share, to, dtype) -> None:
+    rig = Rig(lanes_device, dtype=dtype, device_state_bytes=share)
+    rig.train(3)
+    saved = copy.deepcopy(rig.opt.state_dict())
+    for state in saved["state"].values():
+        assert {key: value.shape for key, value in state.items() if key != "step"}
+    rig.opt.detach()
+    rig.opt = outboard.AdamW(rig.params, threads=1, device_state_bytes=to)
+    rig.opt.load_state_dict(saved)
+    rig.opt.attach(rig.model)
+    rig.train(3, 3)
+    rig.check()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_resident_state_is_reset_written_and_copied(lanes_device, dtype) -> None:
+    rig = Rig(lanes_device, dtype=dtype, device_state_bytes=1.0)
+    rig.train(2)
+    mine, twins = rig.params[2], rig.twin.twin.params[2]
+    rig.opt.reset(mine)
+    rig.twin.optimizer.reset(twins)
+    rig.train(2, 2)
+    rig.check("after reset")
+    values = torch.randn(mine.shape)
+    rig.opt.load_master(mine, values)
+    rig.twin.optimizer.load_master(twins, values)
+    rig.twin.copy_back()
+    rig.check("after load_master")
+    rig.train(2, 4)
+    assert_same(rig.opt.master(mine).cpu(), rig.twin.optimizer.master(twins))
+    for opt, p in ((rig.opt, mine), (rig.twin.optimizer, twins)):
+        opt.state[p]["exp_avg"] = torch.full(p.shape, 0.5)
+        opt.state[p]["exp_avg_sq"].fill_(2.0)
+    rig.train(2, 6)
+    rig.check("after writing state")
+    for opt in (rig.opt, rig.twin.optimizer):
+        opt.param_groups[0]["amsgrad"] = True
+    rig.train(2, 8)
+    rig.check("after amsgrad")
+    rig.backward(9)
+    for other in (copy.deepcopy(rig.opt), pickle.loads(pickle.dumps(rig.opt))):
+        assert other.stats()["resident_parameters"] == 4
+    rig.step()
+    rig.check("after copies")
+
+
+def test_resident_parameter_that_moves_is_refused(lanes_device) -> None:
+    rig = Rig(lanes_device, device_state_bytes=1.0)
+    rig.train(1)
+    p = rig.params[0]
+    p.data = torch.zeros(6000, device=p.device)[::2]
+    set_grad(p, torch.zeros_like(p))
+    with pytest.raises(ValueError, match=r"device_state_bytes.*moved or changed its strides"):
+        rig.opt.step()
+
+
+@pytest.mark.parametrize("value", [1.5, -1, -0.1, float("nan"), float("inf")])
+def test_shares_out_of_range(lanes_device, value) -> None:
+    with pytest.raises(ValueError, match="device_state_bytes must be 0, a number of bytes"):
+        outboard.AdamW([lanes_device.parameter(torch.ones(3))], device_state_bytes=value)
+
+
+@pytest.mark.parametrize("value", [True, "0.25", None, [1]])
+def test_shares_of_wrong_types(lanes_device, value) -> None:
+    with pytest.raises(TypeError, match="device_state_bytes must be a number"):
+        outboard.AdamW([lanes_device.parameter(torch.ones(3))], device_state_bytes=value)
+
+
+# ---- what options ask for is what happens
+
+
+@pytest.mark.parametrize("name", ["eager", "pin", "offload_gradients", "compute_grad_norm"])
+@pytest.mark.parametrize("value", [0, 1, 1.0])
+def test_numbers_are_no_switches(lanes_device, name, value) -> None:
+    """`eager=1` was taken, and then was neither "auto" nor True nor False."""
+    with pytest.raises(ValueError, match=rf"{name} must be one of"):
+        outboard.AdamW([lanes_device.parameter(torch.ones(3))], **{name: value})
+
+
+def test_rings_and_lanes_are_what_was_asked_for(lanes_device) -> None:
+    """Bits do not say whether an option does anything."""
+
+    def device(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        rig = Rig(lanes_device, **options)
+        rig.train(2)
+        rig.check()
+        stats = rig.opt.stats()
+        assert stats["mode"] == options.get("mode", "auto")
+        return stats, next(iter(stats["devices"].values()))
+
+    _, small = device(device_ring_bytes=1 << 20, host_ring_bytes=2 << 20, chunk_elems=None)
+    _, large = device(device_ring_bytes=8 << 20, host_ring_bytes=32 << 20, chunk_elems=None)
+    assert large["device_ring_bytes"] - small["device_ring_bytes"] == 7 << 20
+    assert large["host_ring_bytes"] - small["host_ring_bytes"] == 30 << 20
+    total = 2 * sum(SIZES)
+    _, gpu = device(mode="gpu")
+    assert (gpu["gpu_lane"]["elements"], gpu["cpu_lane"]["elements"]) == (total, 0)
+    _, cpu = device(mode="cpu")
+    assert (cpu["gpu_lane"]["elements"], cpu["cpu_lane"]["elements"]) == (0, total)
+    _, in_place = device(mode="gpu", transfer="zero_copy")
+    assert in_place["device_ring_bytes"] == 0
+    _, fine = device(mode="gpu", chunk_elems=1_000)
+    assert fine["gpu_lane"]["chunks"] >= 2 * 66 > gpu["gpu_lane"]["chunks"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pin", ["auto", True, False])
+def test_pinned_and_pageable_bytes(lanes_device, mode, pin) -> None:
+    rig = Rig(lanes_device, mode=mode, pin=pin)
+    rig.train(2)
+    stats, plan = rig.opt.stats(), rig.opt.plan()
+    pinned = pin is True or (pin == "auto" and mode != "cpu")
+    assert stats["pinned_bytes"] + stats["pageable_bytes"] == stats["arena_bytes"] >= stats["state_bytes"]
+    assert (stats["pinned_bytes"] > 0, stats["pageable_bytes"] > 0) == (pinned, not pinned)
+    assert plan["host_bytes"]["state_pinned"] == stats["pinned_bytes"]
+    assert plan["host_bytes"]["state_pageable"] == stats["pageable_bytes"]
+    assert plan["host_bytes"]["rings_pinned"] > 64 << 20
+    (device,) = stats["devices"].values()
+    if not pinned:
+        assert device["gpu_lane"]["elements"] == 0, "what is pageable is the CPU lane's"
+    if not lanes_device.is_simulated:
+        assert all(state["exp_avg"].is_pinned() == pinned for state in rig.opt.state.values())
+    rig.check()
+
+
+def test_added_state_is_pinned_too(lanes_device) -> None:
+    rig = Rig(lanes_device)
+    before = rig.opt.stats()["pinned_bytes"]
+    more = Layer(500_000).to(lanes_device.device)
+    rig.opt.add_param_group({"params": more.parameters()})
+    more(torch.ones(1, device=lanes_device.device)).sum().backward()
+    rig.opt.step()
+    stats = rig.opt.stats()
+    assert stats["pinned_bytes"] >= before + 8 * 500_000
+    assert stats["pageable_bytes"] == 0
+
+
+def test_a_plan_before_anything(lanes_device) -> None:
+    p = lanes_device.parameter(torch.ones(1000))
+    opt = outboard.AdamW([p], device_state_bytes=0.5)
+    plan = opt.plan()
+    assert (plan["parameters"], plan["update_seconds"], plan["gelem_per_s"]["is_measured"]) == (0, 0.0, False)
+    opt.state  # noqa: B018
+    plan = opt.plan()
+    assert (plan["parameters"], plan["elements"], plan["state_bytes_per_element"]) == (1, 1000, 8.008)
+    assert plan["gelem_per_s"] == {"all": pytest.approx(50 / 8.008), "is_measured": False}
+    assert plan["update_seconds"] == pytest.approx((0.0 if plan["resident_gib"] else 1000) / (50e9 / 8.008))
+    assert plan["resident_gib_for_all"] == 8008 / 2**30
+
+
+# ---- one optimizer beside another
+
+
+def test_two_optimizers_with_a_half_of_a_model_each(lanes_device) -> None:
+    model = Stack(*SIZES).to(lanes_device.device)
+    twin = TwinModel(model)
+    params, twins = list(model.parameters()), twin.twin.params
+    with host_only():
+        halves = [outboard.AdamW(twins[::2], threads=1), outboard.Adam(twins[1::2], lr=0.02, threads=1)]
+    first = outboard.AdamW(params[::2], threads=1, eager=True).attach(model)
+    second = outboard.Adam(params[1::2], lr=0.02, threads=1, device_state_bytes=1.0).attach(model)
+    for step in range(4):
+        model.loss(step).backward()
+        first.step()
+        second.step()
+        twin.model.loss(step).backward()
+        for p, mine in zip(twins, twin.model.parameters(), strict=True):
+            set_grad(p, plain_grad(mine))
+        for half in halves:
+            half.step()
+        twin.copy_back()
+        twin.model.zero_grad()
+    twin.check_weights()
+
+
+@pytest.mark.parametrize("eager", ["auto", True, False])
+def test_attached_and_detached_in_mid_flight(lanes_device, eager) -> None:
+    rig = Rig(lanes_device, attached=False, eager=eager)
+    for step in range(6):
+        rig.backward(step)
+        if step % 2:
+            rig.opt.attach(rig.model)
+        rig.step()
+        rig.model.zero_grad()
+        if step % 2:
+            rig.opt.detach()
+    rig.check()
+
+
+def test_a_twin_is_on_the_host() -> None:
+    """The twins of this file have no lanes."""
+    p = torch.nn.Parameter(torch.ones(70_000))
+    twin = Twin([p])
+    twin.step([torch.ones_like(p)])
+    assert twin.optimizer.stats()["devices"] == {}
+    model = Stack(5, 6)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.0), TwinModel(model, lr=0.0, weight_decay=0.0), 1)
