@@ -284,7 +284,7 @@ def test_two_optimizers_with_a_half_of_a_model_each(lanes_device) -> None:
         second.step()
         twin.model.loss(step).backward()
         for p, mine in zip(twins, twin.model.parameters(), strict=True):
-            set_grad(p, plain_grad(mine))
+            set_grad(p, plain_grad(mine).cpu())
         for half in halves:
             half.step()
         twin.copy_back()

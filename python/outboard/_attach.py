@@ -44,9 +44,12 @@ class Attachment:
 
     def add(self, model: torch.nn.Module) -> None:
         """Put hooks on a model's modules and on the parameters that the optimizer has of it."""
+        # Before any gradient is hooked: in such a model it may be final later.
+        if _is_wrapped(model):
+            self.roster.overlaps = False
+            self.roster.remove()
         self.roster.refresh()
         self.roster.has_changed = False
-        self.roster.overlaps = self.roster.overlaps and not _is_wrapped(model)
         if not self.roster.overlaps:
             return
         ours = self.roster.groups
