@@ -17,25 +17,21 @@ namespace outboard {
 class Call {
   public:
     explicit Call(int ordinal) {
-        error = cudaGetDevice(&previous_);
+        select(ordinal);
         if (error != cudaSuccess) return;
-        device = ordinal == OUTBOARD_CUDA_CURRENT_DEVICE ? previous_ : ordinal;
-        if (device != previous_) {
-            error = cudaSetDevice(device);
-            if (error != cudaSuccess) return;
-            moved_ = true;
-        }
         mode_ = cudaStreamCaptureModeRelaxed;
         error = cudaThreadExchangeStreamCaptureMode(&mode_);
         exchanged_ = error == cudaSuccess;
     }
 
     // For a call that gives work to `stream`, which is refused while that is being captured.
-    Call(int ordinal, void *stream) : Call(ordinal) {
-        if (error != cudaSuccess) return;
-        cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-        error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
-        if (error == cudaSuccess && status != cudaStreamCaptureStatusNone) error = cudaErrorStreamCaptureUnsupported;
+    Call(int ordinal, void *stream) : Call(ordinal) { refuse_capture(stream); }
+
+    // As that, for what CUDA never refuses because of a capture elsewhere.
+    struct AnyMode {};
+    Call(int ordinal, void *stream, AnyMode) {
+        select(ordinal);
+        refuse_capture(stream);
     }
 
     Call(const Call &) = delete;
@@ -51,6 +47,22 @@ class Call {
     int device = -1;
 
   private:
+    void select(int ordinal) {
+        error = cudaGetDevice(&previous_);
+        if (error != cudaSuccess) return;
+        device = ordinal == OUTBOARD_CUDA_CURRENT_DEVICE ? previous_ : ordinal;
+        if (device == previous_) return;
+        error = cudaSetDevice(device);
+        moved_ = error == cudaSuccess;
+    }
+
+    void refuse_capture(void *stream) {
+        if (error != cudaSuccess) return;
+        cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+        error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+        if (error == cudaSuccess && status != cudaStreamCaptureStatusNone) error = cudaErrorStreamCaptureUnsupported;
+    }
+
     int previous_ = -1;
     cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
     bool moved_ = false;

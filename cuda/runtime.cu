@@ -48,7 +48,7 @@ extern "C" int outboard_cuda_event_destroy(int device, void *event) {
 }
 
 extern "C" int outboard_cuda_event_record(int device, void *event, void *stream) {
-    const Call call(device, stream);
+    const Call call(device, stream, Call::AnyMode());
     if (call.error != cudaSuccess) return call.error;
     return cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream));
 }
@@ -62,7 +62,7 @@ extern "C" int outboard_cuda_event_query(int device, void *event, int *done) {
 }
 
 extern "C" int outboard_cuda_stream_wait_event(int device, void *stream, void *event) {
-    const Call call(device, stream);
+    const Call call(device, stream, Call::AnyMode());
     if (call.error != cudaSuccess) return call.error;
     return cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(event), 0);
 }

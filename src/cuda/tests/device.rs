@@ -331,3 +331,22 @@ fn a_stream_under_capture_is_refused_and_its_capture_goes_on() {
     assert_eq!(unsafe { cudaStreamDestroy(stream) }, 0);
     host.bytes().fill(0);
 }
+
+#[test]
+fn events_are_used_again_and_may_outlive_the_device() {
+    let Some(device) = device() else { return };
+    let first = device.event().unwrap();
+    device.record(&first, Stream::Update).unwrap();
+    let handle = first.handle();
+    drop(first);
+    let again = device.event().unwrap();
+    assert_eq!(again.handle(), handle);
+    let other = device.event().unwrap();
+    assert_ne!(other.handle(), handle);
+    for event in [&again, &other] {
+        device.record(event, Stream::StateIn).unwrap();
+        device.wait(event).unwrap();
+    }
+    drop(device);
+    drop((again, other));
+}
