@@ -315,7 +315,7 @@ def test_wrapped_models_are_not_overlapped(lanes_device, one_rank, how, eager) -
     """Their gradients are final later than hooks say, and their weights are read by native code, which nobody sees."""
     model = Stack(3000, 700).to(lanes_device.device)
     twin = TwinModel(model)
-    wrapped = how(model)
+    wrapped, theirs = how(model), how(twin.model)
     opt = outboard.AdamW(model.parameters(), threads=1, eager=eager).attach(model).attach(wrapped)
     for step in range(3):
         wrapped(torch.full((3,), 0.1 * step, device=lanes_device.device)).sum().backward()
@@ -324,7 +324,7 @@ def test_wrapped_models_are_not_overlapped(lanes_device, one_rank, how, eager) -
         # As native code reads them: nobody waits any more.
         with torch._C.DisableTorchFunctionSubclass():
             weights = [p.detach().cpu() for p in model.parameters()]
-        twin.model(torch.full((3,), 0.1 * step, device=lanes_device.device)).sum().backward()
+        theirs(torch.full((3,), 0.1 * step, device=lanes_device.device)).sum().backward()
         twin.step()
         for weight, wanted in zip(weights, twin.twin.params, strict=True):
             assert_same(weight, wanted.detach())

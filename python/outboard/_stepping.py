@@ -158,7 +158,8 @@ class SteppingOptimizer(BaseOptimizer):
         """Begin the update of one parameter, in its hook; whether `step()` need not."""
         if self._slots.is_forked():
             self._slots.check_process()
-        with self._lock:
+        # The parameter is marked already: a native half that asks it for an attribute must not wait for itself.
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             return self._slots.core.update_one(parameter, grad, settings, self._seed)
 
     @one_at_a_time

@@ -68,7 +68,8 @@ def timeline(result: dict[str, Any], path: str | Path) -> None:
     for index, track in enumerate(tracks):
         bars = [(start, end - start) for name, _, start, end in row["timeline"] if name == track]
         colour = _TRACKS.get(track, _OTHER)
-        axes.broken_barh(bars, (index - 0.38, 0.76), color=colour, linewidth=0)
+        # Outlined: a chunk may be narrower than a pixel.
+        axes.broken_barh(bars, (index - 0.38, 0.76), facecolor=colour, edgecolor=colour, linewidth=0.3)
     axes.set_yticks(range(len(tracks)), tracks)
     axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(0, max(span[3] for span in row["timeline"]))
