@@ -1,4 +1,7 @@
-"""`outboard.bench.training_step` and `python -m outboard bench step`: what is returned, shown and drawn."""
+"""`outboard.bench.training_step` and `python -m outboard bench step`: what is returned, shown and drawn.
+
+Over 500 lines: independent cases, read one at a time.
+"""
 
 from __future__ import annotations
 

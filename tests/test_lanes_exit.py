@@ -3,6 +3,8 @@ accepted is complete.
 
 The weights lie in a file that is mapped: what a process has written to them is seen after it. Memory of a GPU is not,
 so there only the exit codes are.
+
+Over 500 lines: independent cases, read one at a time.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The updates are held back by a large parameter that the lanes take first. Each test looks that what it reads is pending
 before, and that the old weights would have given another result.
+
+Over 500 lines: independent cases, read one at a time.
 """
 
 from __future__ import annotations
