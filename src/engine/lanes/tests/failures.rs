@@ -406,11 +406,12 @@ fn the_dispatcher_panics() {
                     rig.engine().synchronize().unwrap();
                 }
                 rig.device.panic_next();
-                rig.submit(&[0, 1, 5], 1, &Terms::default());
+                // Refused, if it came to that with what is under way.
+                let is_accepted = rig.try_submit(&[0, 1, 5], 1, &Terms::default()).is_ok();
                 rig.engine().wait_on_host(&[0, 1, 5]).unwrap();
                 rig.engine().synchronize().unwrap();
                 let failed = failed(&rig);
-                assert!(failed.contains(&0), "{failed:?}");
+                assert!(failed.contains(&0) || (!is_accepted && failed.contains(&4)), "{failed:?}");
                 let grad = rig.grad(&[0; 200]);
                 let request = rig.request(5, &grad, &Terms::default());
                 let refused = rig.engine().submit(vec![request], 1, true);
