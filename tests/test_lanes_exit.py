@@ -421,6 +421,9 @@ CALLS = [
     "opt.master(model[0].weight)",
     "opt.reset(model[0].weight)",
     "opt.abandon()",
+    "opt.stats()",
+    "opt.plan()",
+    "opt.take_timeline()",
     "__import__('copy').deepcopy(opt)",
     "__import__('pickle').dumps(opt)",
     "model[0].weight.sum()",
@@ -501,7 +504,7 @@ for code in (0, 6):
 
 
 def test_stats_in_a_fork(programs) -> None:
-    """Whatever locks are held in the moment of the fork."""
+    """Whatever locks are held in the moment of the fork: the error comes before any is asked for."""
     out = programs.run(
         FORK
         + """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,8 +47,35 @@ def _drop_grad(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-#: A gradient that an update in backward has used: its parameter, itself (None where it was let go), its version.
-_Taken = tuple[torch.Tensor, "torch.Tensor | None", int]
+class _Taken:
+    """The gradients that updates in backward have used (None where one was let go), their parameters and versions.
+
+    Lists beside each other: of ten thousand tuples the garbage collector makes 300 ms of work now and then.
+    """
+
+    def __init__(self) -> None:
+        self.keys: set[int] = set()
+        self.parameters: list[torch.Tensor] = []
+        self.grads: list[torch.Tensor | None] = []
+        self.versions: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.keys
+
+    def extend(
+        self, parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], versions: Sequence[int]
+    ) -> None:
+        self.keys.update(map(id, parameters))
+        self.parameters += parameters
+        self.grads += grads
+        self.versions += versions
+
+    def clear(self) -> None:
+        for kept in (self.keys, self.parameters, self.grads, self.versions):
+            kept.clear()
 
 
 class Backward:
@@ -65,7 +92,7 @@ class Backward:
         #: What is done with gradients in this backward.
         self._takes = self._offloads = self._watches = False
         self._backwards = 0
-        self._taken: dict[int, _Taken] = {}
+        self._taken = _Taken()
         self._offloaded: dict[int, torch.Tensor] = {}
         #: How often, since the last step.
         self._times_offloaded: Counter[int] = Counter()
@@ -186,34 +213,37 @@ class Backward:
         self._readers.begin(parameter, key)
         if not opt._take_one(parameter, grad, settings):
             return
-        if opt._eager == "auto":
-            self._taken[key] = (parameter, grad, version)
-        else:
-            self._taken[key] = (parameter, None, version)
+        keeps = opt._eager == "auto"
+        self._taken.extend((parameter,), (grad if keeps else None,), (version,))
+        if not keeps:
             _drop_grad(parameter)
 
     def _take(self, parameters: list[torch.Tensor]) -> None:
         """Start the updates of parameters whose gradients are complete."""
-        opt = self._opt
-        entries = []
+        opt, taken, groups = self._opt, self._taken.keys, self._roster.groups
+        grads: list[torch.Tensor] = []
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in parameters:
                 grad = parameter.grad
                 assert grad is not None
-                if id(parameter) in self._taken or grad.requires_grad:
+                if id(parameter) in taken or grad.requires_grad:
                     self._refuse_gradient(parameter, "eager=False")
-                entries.append((parameter, grad, self._settings_of(self._roster.groups[id(parameter)])))
+                grads.append(grad)
+        settings = [self._settings_of(groups[id(parameter)]) for parameter in parameters]
         _pending.settle_others(parameters, self._readers.waiter)
         # Before their updates begin: an interrupt may come as soon as they have.
         self._readers.expect(parameters)
-        left = {id(parameter) for parameter in opt._take_now(entries)}
-        keep = opt._eager == "auto"
+        left = {id(parameter) for parameter in opt._take_now(parameters, grads, settings)}
+        keeps = opt._eager == "auto"
+        used = parameters
+        if left:
+            pairs = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if id(p) not in left]
+            used, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, grad, _ in entries:
-                if id(parameter) not in left:
-                    self._taken[id(parameter)] = (parameter, grad if keep else None, grad._version)
-                    if not keep:
-                        parameter.grad = None
+            self._taken.extend(used, grads if keeps else [None] * len(used), [grad._version for grad in grads])
+            if not keeps:
+                for parameter in used:
+                    parameter.grad = None
         self._readers.wait_for_unseen(parameters)
 
     def _refuse_gradient(self, parameter: torch.Tensor, instead: str) -> None:
@@ -266,14 +296,13 @@ class Backward:
         began = time.perf_counter()
         try:
             if self._takes or self._offloads:
-                tiny = [
-                    parameter
-                    for parameter in self._roster.listed
-                    if id(parameter) not in self._roster.hooked
-                    and _pending.can_mark(parameter)
-                    and parameter.grad is not None
-                    and id(parameter) not in self._taken
-                ]
+                tiny, taken = self._roster.swept, self._taken.keys
+                with torch._C.DisableTorchFunctionSubclass():
+                    grads = [parameter.grad for parameter in tiny]
+                    if any(grad is None for grad in grads) or not taken.isdisjoint(map(id, tiny)):
+                        tiny = [
+                            p for p, grad in zip(tiny, grads, strict=True) if grad is not None and id(p) not in taken
+                        ]
                 if tiny and self._takes:
                     self._take(tiny)
                 elif tiny:
@@ -324,7 +353,8 @@ class Backward:
         """Refuse gradients that are not what the updates in backward have used; let go of those that are."""
         # Once around the loop: ten thousand parameters have ten thousand gradients.
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, used, version in self._taken.values():
+            taken = self._taken
+            for parameter, used, version in zip(taken.parameters, taken.grads, taken.versions, strict=True):
                 grad = parameter.grad
                 if used is None and grad is not None:
                     name = self._opt._slots.name_of(parameter)
@@ -399,7 +429,7 @@ class Backward:
     def abandon(self) -> Abandoned:
         """Drop what has not begun; say what has."""
         name = {id(parameter): name for _, _, name, parameter in self._opt._slots.named()}
-        updated = [name[key] for key in self._taken if key in name]
+        updated = [name[id(parameter)] for parameter in self._taken.parameters if id(parameter) in name]
         dropped = [name[key] for key in self._offloaded if key in name]
         self._opt._core.drop_offloaded()
         for parameter in self._roster.listed:

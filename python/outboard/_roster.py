@@ -33,6 +33,8 @@ class Roster:
         self.listed: list[torch.Tensor] = []
         #: The handles of gradient hooks, by the parameter's id.
         self.hooked: dict[int, Any] = {}
+        #: Those without a hook that can be taken at the end of backward.
+        self.swept: list[torch.Tensor] = []
         #: Whether groups have changed since `step()` has last made state for all that wants it.
         self.has_changed = False
         #: Whether updates may overlap what follows: not where others read weights past everything that is seen here.
@@ -57,6 +59,8 @@ class Roster:
             if wants_hook and parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._gradient_hook)  # type: ignore[no-untyped-call]
                 self.hooked[id(parameter)] = handle
+        hooked = self.hooked
+        self.swept = [p for p in self.listed if id(p) not in hooked and _pending.can_mark(p)]
         self._frozen = [parameter for parameter in self.listed if not parameter.requires_grad]
 
     def _wants_hook(self, parameter: torch.Tensor) -> bool:

@@ -148,11 +148,13 @@ class SteppingOptimizer(BaseOptimizer):
             self._state.adopt()
 
     @one_at_a_time
-    def _take_now(self, entries: list[tuple[torch.Tensor, torch.Tensor, GroupSettings]]) -> list[torch.Tensor]:
+    def _take_now(
+        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], settings: list[GroupSettings]
+    ) -> list[torch.Tensor]:
         """Begin the updates of parameters whose gradients are complete; return those that `step()` has to do."""
         self._slots.check_process()
         with torch._C.DisableTorchFunctionSubclass():
-            return self._core.update_now(entries, seed=self._seed)
+            return self._core.update_now(parameters, grads, settings, seed=self._seed)
 
     def _take_one(self, parameter: torch.Tensor, grad: torch.Tensor, settings: GroupSettings) -> bool:
         """Begin the update of one parameter, in its hook; whether `step()` need not."""

@@ -238,13 +238,15 @@ impl Core {
 
     /// Takes parameters, each with a gradient and its group's settings, for an update that begins at once. Returns those
     /// that were not taken: they are in host memory, or their strides ask for copies that `step` makes.
-    #[pyo3(signature = (entries, *, seed))]
+    #[pyo3(signature = (parameters, grads, settings, *, seed))]
     fn update_now<'py>(
         slf: &Bound<'py, Self>,
-        entries: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, PyRef<'py, GroupSettings>)>,
+        parameters: Vec<Bound<'py, PyAny>>,
+        grads: Vec<Bound<'py, PyAny>>,
+        settings: Vec<PyRef<'py, GroupSettings>>,
         seed: u64,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let begun = slf.borrow_mut().begin_updates(slf.py(), entries, seed)?;
+        let begun = slf.borrow_mut().begin_updates(slf.py(), parameters, grads, settings, seed)?;
         submit(slf, begun)
     }
 
@@ -323,15 +325,15 @@ impl Core {
     }
 
     /// What has been recorded: track, label, start and end, in seconds before now.
-    fn take_timeline(&mut self) -> Vec<(String, String, f64, f64)> {
+    fn take_timeline(&mut self) -> PyResult<Vec<(String, String, f64, f64)>> {
         let mut all = Vec::new();
         for (_, engine) in self.engines.all() {
-            let (stretches, origin) = engine.take_timeline();
+            let (stretches, origin) = engine.take_timeline()?;
             let now = origin.elapsed().as_secs_f64();
             let stretches = stretches.into_iter();
             all.extend(stretches.map(|(track, label, start, end)| (track.to_owned(), label, start - now, end - now)));
         }
-        all
+        Ok(all)
     }
 
     /// The parameters whose planes have been reordered since this was last asked: their state tensors have other strides now.

@@ -32,9 +32,9 @@ pub(super) trait Lanes: Send + Sync {
     fn heal(&self, slot: usize);
     fn squared_norms(&self, grads: &[DeviceGrad], scale: f32, stream: usize) -> Result<Vec<f64>>;
     fn mark_issue(&self);
-    fn stats(&self) -> LaneStats;
+    fn stats(&self) -> Result<LaneStats>;
     fn record_timeline(&self, record: bool);
-    fn take_timeline(&self) -> (Vec<Stretch>, Instant);
+    fn take_timeline(&self) -> Result<(Vec<Stretch>, Instant)>;
     fn emit_ranges(&self, emit: bool);
     fn fail_at(&self, slot: usize, element: usize);
     fn pin(&self, slab: &Slab) -> Result<()>;
@@ -71,14 +71,17 @@ impl<D: Device> Lanes for Engine<D> {
     fn mark_issue(&self) {
         Engine::mark_issue(self);
     }
-    fn stats(&self) -> LaneStats {
-        Engine::stats(self)
+    /// Not in a fork: a lock that the dispatcher held there is held for good.
+    fn stats(&self) -> Result<LaneStats> {
+        self.check_process()?;
+        Ok(Engine::stats(self))
     }
     fn record_timeline(&self, record: bool) {
         Engine::record_timeline(self, record);
     }
-    fn take_timeline(&self) -> (Vec<Stretch>, Instant) {
-        Engine::take_timeline(self)
+    fn take_timeline(&self) -> Result<(Vec<Stretch>, Instant)> {
+        self.check_process()?;
+        Ok(Engine::take_timeline(self))
     }
     fn emit_ranges(&self, emit: bool) {
         Engine::emit_ranges(self, emit);

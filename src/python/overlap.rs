@@ -90,14 +90,16 @@ impl Core {
     pub(super) fn begin_updates<'py>(
         &mut self,
         py: Python<'py>,
-        entries: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>, PyRef<'py, GroupSettings>)>,
+        parameters: Vec<Bound<'py, PyAny>>,
+        grads: Vec<Bound<'py, PyAny>>,
+        settings: Vec<PyRef<'py, GroupSettings>>,
         seed: u64,
     ) -> PyResult<Begun<'py>> {
         self.collect_failures()?;
         let mut left = Vec::new();
-        let mut taken = Vec::with_capacity(entries.len());
+        let mut taken = Vec::with_capacity(parameters.len());
         let written = PyList::empty(py);
-        for (parameter, grad, settings) in entries {
+        for ((parameter, grad), settings) in parameters.into_iter().zip(grads).zip(settings) {
             if let Some(ready) = self.ready_update(&parameter, &grad, &settings)? {
                 written.append(parameter)?;
                 taken.push(ready);

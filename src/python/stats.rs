@@ -33,7 +33,7 @@ impl Core {
         stats.set_item("forward_stall_seconds", self.counts.forward_stall_seconds)?;
         let devices = PyDict::new(py);
         for (place, engine) in self.engines.all() {
-            devices.set_item(place.to_string(), lane_stats(py, &engine.stats())?)?;
+            devices.set_item(place.to_string(), lane_stats(py, &engine.stats()?)?)?;
         }
         stats.set_item("devices", devices)?;
         Ok(stats)
