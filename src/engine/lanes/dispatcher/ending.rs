@@ -232,7 +232,8 @@ impl<D: Device> Dispatcher<D> {
         drop(state);
         let shared = Arc::clone(&self.shared);
         if drained.is_err() {
-            // The device may still write there.
+            // The device may still write there. But for the channel: whose other end waits for it to close.
+            self.over = std::sync::mpsc::channel().0;
             std::mem::forget((jobs, self));
         } else {
             drop(jobs);

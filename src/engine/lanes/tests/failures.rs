@@ -405,7 +405,7 @@ fn the_dispatcher_panics() {
                     // Else with chunks under way.
                     rig.engine().synchronize().unwrap();
                 }
-                rig.device.panic_next();
+                rig.device.panic_next(false);
                 // Refused, if it came to that with what is under way.
                 let is_accepted = rig.try_submit(&[0, 1, 5], 1, &Terms::default()).is_ok();
                 rig.engine().wait_on_host(&[0, 1, 5]).unwrap();
@@ -420,5 +420,20 @@ fn the_dispatcher_panics() {
                 rig.close();
             });
         }
+    }
+}
+
+/// The same of a device that does not answer any more: what it may still write to is kept for good, and nobody hangs.
+#[test]
+fn the_dispatcher_panics_over_a_broken_device() {
+    for setup in setups(Schedule::Random { seed: 1 }).into_iter().filter(|s| s.options.transfer == Transfer::Staged) {
+        within("a panic", move || {
+            let mut rig = Rig::new(&setup, &KINDS);
+            rig.device.panic_next(true);
+            rig.submit(&[0, 1, 5], 1, &Terms::default());
+            rig.engine().synchronize().unwrap();
+            assert!(failed(&rig).contains(&0));
+            drop(rig.engine.take());
+        });
     }
 }

@@ -16,8 +16,9 @@ pub(super) struct Watched {
     /// Calls of `is_done` until the device breaks, just before that call.
     looks_left: AtomicU64,
     refused: AtomicUsize,
-    /// Whether the next copy panics.
+    /// Whether the next copy panics, and breaks the device before.
     panics: AtomicBool,
+    breaks: AtomicBool,
     /// The dispatcher's thread.
     entered: Mutex<Option<libc::pthread_t>>,
 }
@@ -26,7 +27,14 @@ impl Watched {
     pub(super) fn new(schedule: Schedule) -> Self {
         let inner = SimulatedDevice::new(schedule).unwrap();
         let (looks_left, refused) = (AtomicU64::new(u64::MAX), AtomicUsize::new(0));
-        Self { inner, looks_left, refused, panics: AtomicBool::new(false), entered: Mutex::new(None) }
+        Self {
+            inner,
+            looks_left,
+            refused,
+            panics: AtomicBool::new(false),
+            breaks: AtomicBool::new(false),
+            entered: Mutex::new(None),
+        }
     }
 
     /// Breaks at the `look`th look at an event from now on, 0 being the next.
@@ -35,12 +43,18 @@ impl Watched {
     }
 
     /// Lets the next copy to or from the device panic.
-    pub(super) fn panic_next(&self) {
+    pub(super) fn panic_next(&self, breaks: bool) {
+        self.breaks.store(breaks, Ordering::SeqCst);
         self.panics.store(true, Ordering::SeqCst);
     }
 
     fn panic_if_asked(&self) {
-        assert!(!self.panics.swap(false, Ordering::SeqCst), "asked for by a test");
+        if self.panics.swap(false, Ordering::SeqCst) {
+            if self.breaks.load(Ordering::SeqCst) {
+                self.inner.break_device();
+            }
+            panic!("asked for by a test");
+        }
     }
 
     /// Calls that were errors.
