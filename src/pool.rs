@@ -56,6 +56,7 @@ impl Tasks {
                     }
                     Steal::Retry => std::hint::spin_loop(),
                     Steal::Empty => {
+                        rayon::yield_local();
                         if idle_since.get_or_insert_with(Instant::now).elapsed() > LOOK_AROUND {
                             break;
                         }

@@ -318,3 +318,24 @@ def test_a_gradient_assigned_after_its_update(lanes_device) -> None:
     rig.params[0].grad = torch.ones_like(rig.params[0])
     with pytest.raises(RuntimeError, match=r"parameter 0 of group 0.*gradient"):
         rig.opt.step()
+
+
+@pytest.mark.parametrize("eager", ["auto", True])
+def test_a_step_that_is_refused_after_backward_has_begun(lanes_device, eager, monkeypatch) -> None:
+    """What has begun is over; nothing has to be abandoned."""
+
+    def fail() -> None:
+        raise OSError("asked for")
+
+    rig = Rig(lanes_device, eager=eager)
+    rig.train()
+    rig.backward(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.opt._slots, "settle", fail)
+        with pytest.raises(OSError, match="asked for"):
+            rig.opt.step()
+    rig.twin.model.loss(1).backward()
+    rig.twin.step()
+    rig.opt.load_state_dict(copy.deepcopy(rig.opt.state_dict()))
+    rig.train(2, 2)
+    rig.check()

@@ -344,3 +344,22 @@ def test_amsgrad_later_for_a_parameter_that_has_moved_to_the_device() -> None:
         twin.step()
         opt.step()
         twin.check(opt)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("options", [{"eager": True}, {"eager": "auto"}, {"offload_gradients": True}], ids=str)
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_listed_twice(lanes_device, options, accumulation_steps) -> None:
+    """One update a step, of those without a hook too."""
+    model = Stack(3000, 5, 700).to(lanes_device.device)
+    twin = TwinModel(model)
+    params = list(model.parameters())
+    listed = [*params, params[1], params[2]]
+    opt = outboard.AdamW(listed, threads=1, accumulation_steps=accumulation_steps, **options).attach(model)
+    for step in range(4):
+        for _ in range(accumulation_steps):
+            model.loss(step).backward()
+            twin.model.loss(step).backward()
+        opt.step()
+        twin.step()
+    twin.check(opt)

@@ -370,6 +370,8 @@ class Backward:
                         f"{name}: its gradient was changed after the update in backward had used it (clipping, an "
                         "averaging of gradients?): use max_grad_norm for clipping, or eager=False"
                     )
+            # Only once all are right: a step that is refused leaves them.
+            for parameter in taken.parameters:
                 parameter.grad = None
 
     def _is_untouched(self, parameter: torch.Tensor) -> bool:

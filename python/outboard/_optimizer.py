@@ -271,10 +271,12 @@ class OffloadedOptimizer(SteppingOptimizer):
         """
         return _plan.plan(self.stats())
 
+    @one_at_a_time
     def record_timeline(self, record: bool) -> None:
         """Start or stop recording when each chunk of state was under way."""
         self._core.record_timeline(record)
 
+    @one_at_a_time
     def emit_nvtx(self, emit: bool = True) -> None:
         """Start or stop showing each chunk of state as a range in profilers that know NVTX, in the domain "outboard".
 
@@ -285,6 +287,7 @@ class OffloadedOptimizer(SteppingOptimizer):
         """
         self._core.emit_ranges(emit)
 
+    @one_at_a_time
     def take_timeline(self) -> list[tuple[str, str, float, float]]:
         """Return and forget what was recorded: lane, parameter, start and end on the clock of `time.perf_counter`."""
         now = time.perf_counter()

@@ -52,7 +52,8 @@ class Roster:
         self._signature = signature
         self.has_changed = True
         self.groups = {id(parameter): group for group in groups for parameter in group["params"]}
-        self.listed = [parameter for group in groups for parameter in group["params"]]
+        # Once each: torch only warns of one that is listed twice, and it is updated once.
+        self.listed = list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
         for parameter in self.listed:
             wants_hook = self.overlaps and id(parameter) not in self.hooked and self._wants_hook(parameter)
             # torch refuses a hook on a frozen one: it gets it at the step after it has been unfrozen.

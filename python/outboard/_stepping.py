@@ -78,21 +78,13 @@ class SteppingOptimizer(BaseOptimizer):
         if attachment is not None:
             attachment.backward.before_step(scaled=scale is not None or found_inf is not None)
         overlaps = attachment is not None and attachment.roster.overlaps
-        self._settle_others()
-        self._adopt()
-        if attachment is not None and attachment.roster.has_changed:
-            self._slots.bind_wanted(without_gradient=True)
-            attachment.roster.has_changed = False
-        else:
-            self._slots.bind_wanted(without_gradient=False)
-        self._state.refresh()
-        self._slots.settle()
-        stepped = []
-        if attachment is not None:
-            stepped = [*self._slots.with_device_gradient(), *attachment.backward.offloaded()]
-            self._core.wait([])  # raises what has failed since the last step, before anything is taken
-            # Before anything begins: an interrupt may come as soon as it has.
-            attachment.readers.expect(stepped)
+        try:
+            stepped = self._ready(attachment)
+        except BaseException:
+            # What has begun in backward is over all the same; the gradients that `step()` would take stay.
+            if attachment is not None:
+                attachment.backward.step_was_refused()
+            raise
         try:
             # The native half asks pending parameters for what an update does not change; to wait would call it again.
             with torch._C.DisableTorchFunctionSubclass():
@@ -133,6 +125,25 @@ class SteppingOptimizer(BaseOptimizer):
         self._counts["steps"] += 1
         if outcome.skipped:
             self._count_skipped(by_scaler=found_inf is not None and float(found_inf) != 0.0)
+
+    def _ready(self, attachment: Attachment | None) -> list[torch.Tensor]:
+        """Make what state there is to be, and raise what has failed; return what an attached step will take."""
+        self._settle_others()
+        self._adopt()
+        if attachment is not None and attachment.roster.has_changed:
+            self._slots.bind_wanted(without_gradient=True)
+            attachment.roster.has_changed = False
+        else:
+            self._slots.bind_wanted(without_gradient=False)
+        self._state.refresh()
+        self._slots.settle()
+        if attachment is None:
+            return []
+        stepped = [*self._slots.with_device_gradient(), *attachment.backward.offloaded()]
+        self._core.wait([])  # raises what has failed since the last step, before anything is taken
+        # Before anything begins: an interrupt may come as soon as it has.
+        attachment.readers.expect(stepped)
+        return stepped
 
     def _settle_others(self) -> None:
         """Wait for what other optimizers are doing to the same parameters."""
