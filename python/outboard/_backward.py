@@ -5,6 +5,7 @@ When updates begin, what counts as a backward, and what must hold between the tw
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import Counter
@@ -85,6 +86,7 @@ class Backward:
         self._optimizer = optimizer
         self._roster = roster
         self._readers = readers
+        self._beginning = threading.RLock()
         #: Whether a backward has been counted that has not ended (or has with an exception, if `_end` is gone).
         self._in_backward = False
         #: The end of the backward that is under way, if it is known.
@@ -136,7 +138,10 @@ class Backward:
             if grad is None or group is None:
                 return
             if not self._in_backward or self._end() is None:
-                self._begin_backward()
+                # Autograd has a thread for each device: one of them begins.
+                with self._beginning:
+                    if not self._in_backward or self._end() is None:
+                        self._begin_backward()
             if self._takes:
                 if type(parameter) is torch.nn.Parameter:
                     self._take_one(parameter, key, grad, group)
@@ -188,13 +193,14 @@ class Backward:
                 f"this is backward {self._backwards + 1} since the last step(), and accumulation_steps is {steps}"
             )
         self._readers.order_is_known()
-        self._in_backward = True
         self._backwards += 1
         self._takes = self._updates_now()
         self._offloads = opt._lanes.offload_gradients
         self._watches = opt._eager == "auto" and not self._is_proven
         if self._end() is None:
             self._follow_backward()
+        # Last: what other threads go by is known now.
+        self._in_backward = True
 
     def _settings_of(self, group: dict[str, Any]) -> GroupSettings:
         known = self._settings.get(id(group))

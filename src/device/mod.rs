@@ -105,7 +105,7 @@ pub trait Device: Debug + Send + Sync + 'static {
     /// [`crate::Error::Cuda`].
     fn enter_thread(&self) -> Result<()>;
 
-    /// A new event, not recorded yet: done.
+    /// An event to record; before that, what it says is of no meaning.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -199,6 +199,18 @@ pub trait Device: Debug + Send + Sync + 'static {
     /// # Errors
     /// [`crate::Error::Cuda`].
     fn pin(&self, start: usize, bytes: usize) -> Result<Box<dyn Any + Send + Sync>>;
+
+    /// Waits until all is done that has been given to these streams.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`]: nobody can say when that is.
+    fn drain(&self, streams: &[Stream]) -> Result<()> {
+        let event = self.event()?;
+        streams.iter().try_for_each(|&stream| {
+            self.record(&event, stream)?;
+            self.wait(&event)
+        })
+    }
 
     /// Whether kernels can address pinned host memory, at the host's own addresses.
     fn can_address_host(&self) -> bool;

@@ -6,6 +6,10 @@ use crate::kernel::{MomentDType, MomentSlices, WeightKind};
 use crate::memory::{Element, Layout, Plane, Slab, StridedRef, Walks, plane_bytes};
 use half::bf16;
 
+/// Parameters of at most so many elements are handled together: in the arena, and as jobs of the lanes, where a copy of fewer
+/// bytes costs about as much as one of these.
+pub(super) const TINY_ELEMS: usize = 64 * 1024;
+
 /// What a slot is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotSpec {
@@ -142,7 +146,7 @@ impl Slot {
     /// If the slab is too small.
     pub fn carve_all(specs: Vec<SlotSpec>, slab: &mut Slab) -> Vec<Self> {
         let mut steps: Vec<Plane<f64>> = specs.iter().map(|_| slab.carve(1)).collect();
-        let is_tiny = |spec: &SlotSpec| spec.layout.numel() <= super::lanes::TINY_ELEMS;
+        let is_tiny = |spec: &SlotSpec| spec.layout.numel() <= TINY_ELEMS;
         let (tiny, others): (Vec<_>, Vec<_>) = specs.into_iter().enumerate().partition(|(_, spec)| is_tiny(spec));
         let carved = tiny.into_iter().chain(others);
         let mut slots: Vec<(usize, Self)> =

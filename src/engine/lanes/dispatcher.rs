@@ -5,7 +5,7 @@ mod ending;
 mod ranges;
 mod staging;
 
-pub(super) use ending::{Over, drain, release_all};
+pub(super) use ending::{Over, release_all};
 
 use super::Shared;
 use super::gpu::GpuLane;

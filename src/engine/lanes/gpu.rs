@@ -1,7 +1,6 @@
 //! The GPU lane: state comes to the weights, is updated on the device and goes home. Staged through a ring on the device,
 //! with copies both ways at once and the update between them; or read and written in place, in pinned host memory.
 
-use super::dispatcher::drain;
 use super::parts::{Chunk, Planes};
 use super::report::{Landed, LaneTotals};
 use crate::device::{Device, DeviceUpdate, Stream};
@@ -133,7 +132,7 @@ impl<D: Device> GpuLane<D> {
             .and_then(|()| copy_home(device, &entry, started.is_ok()))
             .and_then(|()| device.record(home, Stream::StateOut));
         if over.is_err()
-            && let Err(error) = drain(device, &[Stream::StateIn, Stream::Update, Stream::StateOut])
+            && let Err(error) = device.drain(&[Stream::StateIn, Stream::Update, Stream::StateOut])
         {
             lost.get_or_insert(error);
         }

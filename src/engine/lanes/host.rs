@@ -1,7 +1,6 @@
 //! The CPU lane: gradient and weight come down to a ring in host memory, the worker pool updates them against the state
 //! where it lives, and the weight goes up again.
 
-use super::dispatcher::drain;
 use super::parts::{Chunk, Gradient, Offload, Sum};
 use super::report::{Landed, LaneTotals};
 use super::workers::{Computed, Workers, add_up, compute};
@@ -349,7 +348,7 @@ impl<D: Device> HostLane<D> {
 fn mark<D: Device>(device: &D, event: &D::Event, stream: Stream, lost: &mut Option<Error>) -> Result<()> {
     let marked = device.record(event, stream);
     if marked.is_err()
-        && let Err(error) = drain(device, &[stream])
+        && let Err(error) = device.drain(&[stream])
     {
         lost.get_or_insert(error);
     }

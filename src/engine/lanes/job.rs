@@ -2,6 +2,7 @@
 
 use super::parts::{Chunk, Gradient, Home, Offload, Part, Planes, Recipe, update};
 use crate::device::{Device, DeviceUpdate};
+use crate::engine::slot::TINY_ELEMS;
 use crate::error::Failure;
 use crate::kernel::{GradDType, MomentDType, WeightKind};
 use crate::memory::DeviceSpan;
@@ -94,8 +95,6 @@ pub(super) struct Job<D: Device> {
     pub(super) keep: Vec<Box<dyn Any + Send>>,
 }
 
-/// Tiny parameters are bundled: a copy of fewer bytes costs about as much as one of these.
-pub(in crate::engine) const TINY_ELEMS: usize = 64 * 1024;
 /// Most parts of a bundle: what a table holds.
 pub(super) const BUNDLE_PARTS: usize = 1024;
 

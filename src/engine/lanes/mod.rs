@@ -17,7 +17,6 @@ mod report;
 mod tests;
 mod workers;
 
-pub(super) use job::TINY_ELEMS;
 pub use job::{Order, Request};
 pub use parts::{Gradient, Home, Offload, Part, Planes, Recipe, Sum};
 pub use report::{LaneStats, LaneTotals, Stretch};

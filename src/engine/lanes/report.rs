@@ -80,7 +80,7 @@ pub struct LaneStats {
     pub compute_seconds: f64,
     /// Seconds that the dispatcher has slept.
     pub dispatcher_sleep_seconds: f64,
-    /// Seconds from the latest `drain` mark to the last weight issued after it.
+    /// Seconds from the latest `mark_issue` to the last weight issued after it.
     pub issue_seconds: f64,
 }
 

@@ -109,7 +109,7 @@ impl<D: Device> Dispatcher<D> {
 
     /// Waits for streams after a mark could not be set, so that memory may be given back.
     pub(super) fn drain(&mut self, streams: &[Stream]) {
-        if let Err(error) = drain(&*self.device, streams) {
+        if let Err(error) = self.device.drain(streams) {
             self.lost.get_or_insert(error);
         }
     }
@@ -212,7 +212,7 @@ impl<D: Device> Dispatcher<D> {
         while Arc::strong_count(&self.workers.tell) > 1 {
             std::thread::sleep(Duration::from_micros(100));
         }
-        let drained = drain(&*self.device, &OWN);
+        let drained = self.device.drain(&OWN);
         let mut state = self.shared.lock();
         let active = std::mem::take(&mut self.active).into_values().map(|active| active.job);
         let waiting = self.pending.drain().flat_map(|(_, jobs)| jobs).chain(self.parked.drain(..));
@@ -253,15 +253,6 @@ impl<D: Device> Dispatcher<D> {
         // It outlives the dispatcher.
         let _ = self.over.send(Over { slots, grad_bytes, whole, tensors: (keep, work) });
     }
-}
-
-/// Waits until all is done that has been given to these streams.
-pub(in crate::engine::lanes) fn drain<D: Device>(device: &D, streams: &[Stream]) -> Result<()> {
-    let event = device.event()?;
-    streams.iter().try_for_each(|&stream| {
-        device.record(&event, stream)?;
-        device.wait(&event)
-    })
 }
 
 /// What is left of a job that is over.

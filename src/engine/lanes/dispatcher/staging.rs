@@ -1,7 +1,6 @@
 //! Gradients in host memory that the device cannot address, for updates of resident state: they come back to the device
 //! for as long as the update takes. Pinned ones are read where they are.
 
-use super::drain;
 use crate::device::{Device, DeviceUpdate, Stream};
 use crate::engine::lanes::parts::Gradient;
 use crate::error::Result;
@@ -44,7 +43,7 @@ impl<D: Device> Staging<D> {
 
 impl<D: Device> Drop for Staging<D> {
     fn drop(&mut self) {
-        if !self.guards.is_empty() && drain(&*self.device, &[Stream::Update]).is_err() {
+        if !self.guards.is_empty() && self.device.drain(&[Stream::Update]).is_err() {
             // The device has failed, and may still write there.
             std::mem::forget(std::mem::take(&mut self.guards));
         }
