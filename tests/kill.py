@@ -27,9 +27,9 @@ WIDTH = 288  # weights are large enough for a hook of their own
 LAYERS = 4
 #: Exit status of a process in which updates were lost or half done.
 LOST = 99
-#: What an interrupt that nobody catches ends a process with: the signal, or 1 where torch's own function at exit
-#: imports `tabulate` if that is installed, after which Python does not know of the interrupt any more (seen with torch
-#: 2.11, without outboard as with it). Whoever expects this also looks for KeyboardInterrupt on stderr.
+#: What an interrupt that nobody catches ends a process with: the signal, or 1 where a function of torch's compiler at
+#: exit imports `tabulate`, if that is installed, after which Python does not know of the interrupt any more (seen with
+#: torch 2.11 once an optimizer had been made). Whoever expects this also looks for KeyboardInterrupt on stderr.
 INTERRUPTED = (-signal.SIGINT, 1)
 #: What each case's process is to exit with.
 STATUS = {
