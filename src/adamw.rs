@@ -65,7 +65,7 @@ impl AdamW {
 
     fn spec(&self, name: &str, number: usize, len: usize) -> SlotSpec {
         SlotSpec {
-            name: name.to_owned(),
+            name: name.into(),
             number: number as u64,
             layout: Layout::contiguous(len),
             weight: WeightKind::F32,

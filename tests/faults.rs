@@ -54,7 +54,7 @@ impl Parameter {
     fn new(name: &str, kind: WeightKind, len: usize, amsgrad: bool, pool: &WorkerPool) -> Self {
         let layout = Layout::contiguous(len);
         let (weight, moments) = (kind, MomentDType::F32);
-        let spec = SlotSpec { name: name.to_owned(), number: 0, layout, weight, moments, amsgrad };
+        let spec = SlotSpec { name: name.into(), number: 0, layout, weight, moments, amsgrad };
         let mut slab = Arena::default().slab(spec.bytes().unwrap(), pool).unwrap();
         let value = |i: usize| (i as f32 * 0.7).sin();
         let weights = match kind {
@@ -126,7 +126,7 @@ fn a_failed_chunk_is_named_and_only_its_parameter_is_poisoned() {
             let [failure] = &failures[..] else { panic!("{failures:?}") };
             let len = parameters[failing].grads.len();
             let first = element / chunk_elems * chunk_elems;
-            assert_eq!(failure.parameter, parameters[failing].slot.spec.name);
+            assert_eq!(failure.parameter, *parameters[failing].slot.spec.name);
             assert_eq!((failure.first, failure.len), (first, chunk_elems.min(len - first)));
             assert!(failure.cause.contains("failure asked for by a test"), "{failure}");
             let message = Error::Worker(failures.clone()).to_string();

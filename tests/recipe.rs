@@ -396,7 +396,7 @@ impl Plan {
 
     fn spec(&self, number: u64) -> SlotSpec {
         SlotSpec {
-            name: format!("p{number}"),
+            name: format!("p{number}").into(),
             number,
             layout: self.weight_layout.dense_like(),
             weight: self.kind,

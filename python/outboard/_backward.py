@@ -18,7 +18,7 @@ from outboard import _capture, _pending
 from outboard._hooks import _EndOfBackward, nothing
 from outboard._native import GroupSettings
 from outboard._readers import Readers
-from outboard._roster import Roster
+from outboard._roster import Roster, Swept
 
 if TYPE_CHECKING:
     from outboard._stepping import SteppingOptimizer
@@ -146,7 +146,7 @@ class Backward:
                 if type(parameter) is torch.nn.Parameter:
                     self._take_one(parameter, key, grad, group)
                 else:
-                    self._take([parameter])
+                    self._take(Swept(group, [parameter], [key]), [grad])
             elif self._offloads:
                 self._offload([parameter])
             elif self._watches:
@@ -224,33 +224,35 @@ class Backward:
         if not keeps:
             _drop_grad(parameter)
 
-    def _take(self, parameters: list[torch.Tensor]) -> None:
-        """Start the updates of parameters whose gradients are complete."""
-        opt, taken, groups = self._opt, self._taken.keys, self._roster.groups
-        grads: list[torch.Tensor] = []
+    def _take(self, swept: Swept, grads: list[torch.Tensor]) -> None:
+        """Start the updates of one group's parameters whose gradients are complete; all of them can be marked."""
+        group, parameters, keys = swept
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in parameters:
-                grad = parameter.grad
-                assert grad is not None
-                if id(parameter) in taken or grad.requires_grad:
-                    self._refuse_gradient(parameter, "eager=False")
-                grads.append(grad)
-        settings = [self._settings_of(groups[id(parameter)]) for parameter in parameters]
-        _pending.settle_others(parameters, self._readers.waiter)
+            # Loops of one thing each: there may be ten thousand.
+            if not self._taken.keys.isdisjoint(keys) or any(grad.requires_grad for grad in grads):
+                for key, parameter, grad in zip(keys, parameters, grads, strict=True):
+                    if key in self._taken or grad.requires_grad:
+                        self._refuse_gradient(parameter, "eager=False")
+            versions = [grad._version for grad in grads]
+        settings = self._settings_of(group)
+        if _pending.are_pending(self._readers.count_pending()):
+            _pending.settle_others(parameters, self._readers.waiter)
         # Before their updates begin: an interrupt may come as soon as they have.
-        self._readers.expect(parameters)
-        left = {id(parameter) for parameter in opt._take_now(parameters, grads, settings)}
-        keeps = opt._eager == "auto"
-        used = parameters
+        self._readers.begin_all(parameters, keys)
+        left = {id(parameter) for parameter in self._opt._take_now(parameters, grads, settings)}
         if left:
-            pairs = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if id(p) not in left]
-            used, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
-        with torch._C.DisableTorchFunctionSubclass():
-            self._taken.extend(used, grads if keeps else [None] * len(used), [grad._version for grad in grads])
-            if not keeps:
-                for parameter in used:
+            kept = [index for index, key in enumerate(keys) if key not in left]
+            parameters, grads, versions = (
+                [parameters[index] for index in kept],
+                [grads[index] for index in kept],
+                [versions[index] for index in kept],
+            )
+        keeps = self._opt._eager == "auto"
+        self._taken.extend(parameters, grads if keeps else [None] * len(parameters), versions)
+        if not keeps:
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in parameters:
                     parameter.grad = None
-        self._readers.wait_for_unseen(parameters)
 
     def _refuse_gradient(self, parameter: torch.Tensor, instead: str) -> None:
         """Say why a gradient cannot be used in backward."""
@@ -302,20 +304,27 @@ class Backward:
         began = time.perf_counter()
         try:
             if self._takes or self._offloads:
-                tiny, taken = self._roster.swept, self._taken.keys
-                with torch._C.DisableTorchFunctionSubclass():
-                    grads = [parameter.grad for parameter in tiny]
-                    if any(grad is None for grad in grads) or not taken.isdisjoint(map(id, tiny)):
-                        tiny = [
-                            p for p, grad in zip(tiny, grads, strict=True) if grad is not None and id(p) not in taken
-                        ]
-                if tiny and self._takes:
-                    self._take(tiny)
-                elif tiny:
-                    self._offload(tiny)
+                for swept in self._roster.swept:
+                    self._sweep(swept)
             self._in_backward = False
         finally:
             self.hook_seconds += time.perf_counter() - began
+
+    def _sweep(self, swept: Swept) -> None:
+        """Take or offload one group's parameters without hooks that have gradients."""
+        taken = self._taken.keys
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [parameter.grad for parameter in swept.parameters]
+        grads: list[torch.Tensor] = [grad for grad in found if grad is not None]
+        if len(grads) < len(found) or not taken.isdisjoint(swept.keys):
+            rows = zip(swept.parameters, swept.keys, found, strict=True)
+            left = [(p, key, grad) for p, key, grad in rows if grad is not None and key not in taken]
+            swept = Swept(swept.group, [p for p, _, _ in left], [key for _, key, _ in left])
+            grads = [grad for _, _, grad in left]
+        if grads and self._takes:
+            self._take(swept, grads)
+        elif grads:
+            self._offload(swept.parameters)
 
     # ---- the step
 

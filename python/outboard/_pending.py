@@ -114,6 +114,13 @@ def mark(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any]) -> None:
         parameter.__class__ = PendingParameter
 
 
+def mark_all(parameters: list[torch.Tensor], keys: list[int], waiter: weakref.ref[Any]) -> None:
+    """As `mark`, for thousands of parameters, of these ids."""
+    _waiters.update(dict.fromkeys(keys, waiter))
+    for parameter in parameters:
+        parameter.__class__ = PendingParameter
+
+
 def mark_one(parameter: torch.Tensor, key: int, waiter: weakref.ref[Any]) -> None:
     """As `mark`, for a parameter of this id."""
     _waiters[key] = waiter

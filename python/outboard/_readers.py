@@ -52,6 +52,11 @@ class Readers:
         self._pending[key] = parameter
         _pending.mark_one(parameter, key, self.waiter)
 
+    def begin_all(self, parameters: list[torch.Tensor], keys: list[int]) -> None:
+        """As `expect`, for parameters of these ids that can be marked."""
+        self._pending.update(zip(keys, parameters, strict=True))
+        _pending.mark_all(parameters, keys, self.waiter)
+
     def expect(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let readers of these parameters wait for updates, where that is possible."""
         marked = [parameter for parameter in parameters if _pending.can_mark(parameter)]

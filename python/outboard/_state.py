@@ -152,6 +152,8 @@ class State(dict[torch.Tensor, Any]):
         self._slots = slots
         #: How many parameters were listed when each that wanted state got it; -1 when some may lack it.
         self._complete_for = -1
+        #: Whether anybody outside may have its tensors.
+        self.is_shared = False
 
     def complete(self) -> None:
         """Make the state, all zeros, of each parameter that wants it and has none."""
@@ -269,14 +271,8 @@ class State(dict[torch.Tensor, Any]):
 
     def has_foreign(self) -> bool:
         """Whether a tensor has been put in a plane's place past `__setitem__`."""
-        # One loop: ten thousand parameters have forty thousand tensors.
-        for state in self.values():
-            if type(state) is ParameterState:
-                held = state.get
-                for name, (tensor, address) in state._handed_out.items():
-                    if held(name) is not tensor or tensor.data_ptr() != address:
-                        return True
-        return False
+        # Natively, and not before there can be any: ten thousand parameters have forty thousand tensors, 9 ms a step.
+        return self.is_shared and self._slots.core.has_foreign(self, ParameterState)
 
     def adopt(self) -> None:
         """Copy into the planes what has been put in their place past `__setitem__`."""

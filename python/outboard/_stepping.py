@@ -160,9 +160,9 @@ class SteppingOptimizer(BaseOptimizer):
 
     @one_at_a_time
     def _take_now(
-        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], settings: list[GroupSettings]
+        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], settings: GroupSettings
     ) -> list[torch.Tensor]:
-        """Begin the updates of parameters whose gradients are complete; return those that `step()` has to do."""
+        """Begin the updates of one group's parameters whose gradients are complete; return those left to `step()`."""
         self._slots.check_process()
         with torch._C.DisableTorchFunctionSubclass():
             return self._core.update_now(parameters, grads, settings, seed=self._seed)

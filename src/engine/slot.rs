@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{MomentDType, MomentSlices, WeightKind};
 use crate::memory::{Element, Layout, Plane, Slab, StridedRef, Walks, plane_bytes};
 use half::bf16;
+use std::sync::Arc;
 
 /// Parameters of at most so many elements are handled together: in the arena, and as jobs of the lanes, where a copy of fewer
 /// bytes costs about as much as one of these.
@@ -14,7 +15,7 @@ pub(super) const TINY_ELEMS: usize = 64 * 1024;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlotSpec {
     /// The parameter's name, for messages.
-    pub name: String,
+    pub name: Arc<str>,
     /// Its number in the optimizer, for the noise of stochastic rounding.
     pub number: u64,
     /// The dense layout of its planes.

@@ -100,7 +100,7 @@ pub fn step(pool: &WorkerPool, isa: Isa, updates: Vec<Update<'_>>, options: &Ste
     // For the constants, the clip factor and the last additions of the norm, which are formed on this thread.
     let _environment = DefaultFloatEnvironment::enter();
     let squares = if options.want_norm() { squared_norms_of(pool, isa, &updates, options)? } else { Vec::new() };
-    let verdict = judge(options, &squares, |index| updates[index].slot.spec.name.clone())?;
+    let verdict = judge(options, &squares, |index| updates[index].slot.spec.name.to_string())?;
     if verdict.skipped {
         return Ok(StepReport { grad_norm: verdict.grad_norm, skipped: true, ..StepReport::default() });
     }
@@ -219,7 +219,7 @@ fn validate(updates: &[Update<'_>], options: &StepOptions) -> Result<()> {
     for Update { slot, weight, grad, config } in updates {
         let name = &slot.spec.name;
         if let Some(cause) = &slot.poisoned {
-            return Err(Error::Poisoned { parameter: name.clone(), cause: cause.clone() });
+            return Err(Error::Poisoned { parameter: name.to_string(), cause: cause.clone() });
         }
         if !slot.is_for(weight) || !slot.is_whole() {
             let kind = slot.spec.weight;

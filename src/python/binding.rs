@@ -1,12 +1,11 @@
 //! What is remembered of a parameter between steps, and what is read of it for one.
 
-use super::tensor::{DType, Place, RawTensor, Shape, TensorReader};
+use super::tensor::{DType, Hold, Holds, Place, RawTensor, Shape, TensorReader};
 use crate::kernel::AdamWConfig;
 use crate::memory::{Layout, Plane, Walks};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use std::any::Any;
 
 /// What is remembered of a parameter between steps.
 pub(super) struct Binding {
@@ -41,7 +40,7 @@ pub(super) struct Resident {
     pub(super) exp_avg_sq: usize,
     pub(super) max_exp_avg_sq: usize,
     pub(super) kept: usize,
-    _holds: Vec<Box<dyn Any + Send + Sync>>,
+    _holds: Vec<Hold>,
 }
 
 impl Resident {
@@ -129,15 +128,29 @@ pub(super) struct Job<'py> {
     pub(super) keep: Bound<'py, PyAny>,
     pub(super) config: AdamWConfig,
     /// What keeps a device's tensors until the update has landed.
-    pub(super) holds: Vec<Box<dyn Any + Send + Sync>>,
+    pub(super) holds: Holds,
     /// Whether the gradient is in host memory, offloaded.
     pub(super) is_offloaded: bool,
     /// A dense copy that is updated in place of a weight on a device, to be copied back.
     pub(super) stand_in: Option<Bound<'py, PyAny>>,
 }
 
+/// Where a weight and its gradient are, each in the order of the state, and what holds them.
+pub(super) struct Tensors {
+    pub(super) weight: usize,
+    pub(super) grad: usize,
+    pub(super) grad_dtype: DType,
+    pub(super) holds: Holds,
+}
+
 impl Job<'_> {
     pub(super) fn place(&self) -> Place {
         self.weight.place
+    }
+
+    /// What a device's lanes need of it; the holds go with it.
+    pub(super) fn tensors(&mut self) -> Tensors {
+        let holds = std::mem::take(&mut self.holds);
+        Tensors { weight: self.weight.data, grad: self.grad.data, grad_dtype: self.grad.dtype, holds }
     }
 }

@@ -14,7 +14,7 @@ use crate::memory::{Arena, Layout, Slab};
 use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyType};
+use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 use pyo3::{PyTraverseError, PyVisit};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -107,7 +107,7 @@ impl Core {
 pub(super) fn refuse_poisoned(slot: &Slot) -> crate::Result<()> {
     slot.poisoned
         .as_ref()
-        .map_or(Ok(()), |cause| Err(Error::Poisoned { parameter: slot.spec.name.clone(), cause: cause.clone() }))
+        .map_or(Ok(()), |cause| Err(Error::Poisoned { parameter: slot.spec.name.to_string(), cause: cause.clone() }))
 }
 
 /// What a step did.
@@ -236,14 +236,14 @@ impl Core {
         Ok(self.parameters.bindings[self.parameters.slot_of(parameter)?].place != Place::Host)
     }
 
-    /// Takes parameters, each with a gradient and its group's settings, for an update that begins at once. Returns those
-    /// that were not taken: they are in host memory, or their strides ask for copies that `step` makes.
+    /// Takes parameters of one group, each with a gradient, for an update that begins at once. Returns those that were not
+    /// taken: they are in host memory, or their strides ask for copies that `step` makes.
     #[pyo3(signature = (parameters, grads, settings, *, seed))]
     fn update_now<'py>(
         slf: &Bound<'py, Self>,
         parameters: Vec<Bound<'py, PyAny>>,
-        grads: Vec<Bound<'py, PyAny>>,
-        settings: Vec<PyRef<'py, GroupSettings>>,
+        grads: &Bound<'py, PyList>,
+        settings: &GroupSettings,
         seed: u64,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let begun = slf.borrow_mut().begin_updates(slf.py(), parameters, grads, settings, seed)?;
@@ -492,6 +492,25 @@ impl Core {
         Ok(self.pool.as_ref().map_or(Ok(()), |pool| pool.check_process())?)
     }
 
+    /// Whether a parameter's state has another tensor in a plane's place, or one with other memory, than the plane's own.
+    /// `states` are those of class `kind`, whose `_handed_out` has the tensor and its address by name.
+    fn has_foreign(&self, states: &Bound<'_, PyDict>, kind: &Bound<'_, PyType>) -> PyResult<bool> {
+        let handed_out = intern!(states.py(), "_handed_out");
+        for (_, state) in states.iter().filter(|(_, state)| state.get_type().is(kind)) {
+            // SAFETY of the order: nothing below runs Python code, so neither dict changes while it is read.
+            let held = state.cast::<PyDict>()?;
+            for (name, known) in state.getattr(handed_out)?.cast::<PyDict>()?.iter() {
+                let known = known.cast::<PyTuple>()?;
+                let (tensor, address) = (known.get_item(0)?, known.get_item(1)?);
+                let is_own = held.get_item(name)?.is_some_and(|found| found.is(&tensor));
+                if !is_own || self.parameters.reader.address(&tensor)? != address.extract::<usize>()? {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
     /// Whether an address is one of this optimizer's state.
     fn holds(&self, address: usize) -> bool {
         self.arena.holds(address, address.saturating_add(1))
@@ -501,7 +520,7 @@ impl Core {
     fn check_poisoned(&self) -> PyResult<()> {
         let poisoned = self.parameters.slots.iter().find_map(|slot| Some((&slot.spec.name, slot.poisoned.as_ref()?)));
         poisoned.map_or(Ok(()), |(parameter, cause)| {
-            Err(Error::Poisoned { parameter: parameter.clone(), cause: cause.clone() }.into())
+            Err(Error::Poisoned { parameter: parameter.to_string(), cause: cause.clone() }.into())
         })
     }
 

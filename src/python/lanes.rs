@@ -1,7 +1,7 @@
 //! The engines of an optimizer's devices, and the pointer edge where its slots, weights and gradients become spans that
 //! they may work on after the call has returned.
 
-use super::binding::{Job, Offloaded, Resident};
+use super::binding::{Offloaded, Resident, Tensors};
 use super::core::shared_pool;
 use super::tensor::{DType, Place};
 use crate::cuda::CudaDevice;
@@ -257,22 +257,22 @@ pub(super) struct Terms {
 /// The request for one slot's update.
 ///
 /// # Safety
-/// `job` was read under this attachment to the interpreter; weight and gradient are contiguous in the order of the slot's
+/// `tensors` were read under this attachment to the interpreter; weight and gradient are contiguous in the order of the slot's
 /// planes, do not overlap, and nobody touches the planes, or (but in the device's stream order) weight and gradient, until
 /// the update has landed.
 pub(super) unsafe fn request(
     slot: &mut Slot,
     resident: Option<&Resident>,
     offloaded: Option<&mut Offloaded>,
-    job: &mut Job<'_>,
+    tensors: Tensors,
     terms: &Terms,
 ) -> Request {
     let len = slot.spec.layout.numel();
     let recipe = Recipe {
         slot: terms.index,
-        name: slot.spec.name.as_str().into(),
+        name: Arc::clone(&slot.spec.name),
         weight_kind: slot.spec.weight,
-        grad_dtype: grad_dtype(job.grad.dtype),
+        grad_dtype: grad_dtype(tensors.grad_dtype),
         moments: slot.spec.moments,
         constants: terms.constants,
         noise: Noise::new(terms.seed, terms.steps as u64, slot.spec.number),
@@ -285,15 +285,15 @@ pub(super) unsafe fn request(
         None => Home::Host(unsafe { host_planes(slot, terms.amsgrad) }),
     };
     // SAFETY: the caller's promise.
-    let weight = unsafe { DeviceSpan::new(job.weight.data, len * slot.spec.weight.live_bytes()) };
+    let weight = unsafe { DeviceSpan::new(tensors.weight, len * slot.spec.weight.live_bytes()) };
     let grad = match offloaded {
         // SAFETY: the caller's promise; the plane's next use is ordered behind this one, as the slot's.
         Some(offloaded) => Gradient::Host(unsafe { offloaded.plane.lend() }),
         // SAFETY: the caller's promise.
-        None => Gradient::Device(unsafe { DeviceSpan::new(job.grad.data, len * job.grad.dtype.size()) }),
+        None => Gradient::Device(unsafe { DeviceSpan::new(tensors.grad, len * tensors.grad_dtype.size()) }),
     };
     let part = Part { recipe, len, weight, grad, home };
-    let keep = Box::new(std::mem::take(&mut job.holds));
+    let keep = Box::new(tensors.holds);
     let order = Order::Update(part);
     Request { order, next_use: terms.next_use, write_unscaled: terms.write_unscaled, keep }
 }
@@ -306,27 +306,27 @@ pub(super) unsafe fn offload_request(
     index: usize,
     slot: &Slot,
     offloaded: &mut Offloaded,
-    job: &mut Job<'_>,
+    tensors: Tensors,
 ) -> Request {
     let len = slot.spec.layout.numel();
-    let sum = match (offloaded.dtype == job.grad.dtype, offloaded.count) {
+    let sum = match (offloaded.dtype == tensors.grad_dtype, offloaded.count) {
         (true, 0) => Sum::Keep,
         (_, 0) => Sum::Set,
         _ => Sum::Add,
     };
     let offload = Offload {
         slot: index,
-        name: slot.spec.name.as_str().into(),
-        grad_dtype: grad_dtype(job.grad.dtype),
+        name: Arc::clone(&slot.spec.name),
+        grad_dtype: grad_dtype(tensors.grad_dtype),
         len,
         // SAFETY: the caller's promise.
-        grad: unsafe { DeviceSpan::new(job.grad.data, len * job.grad.dtype.size()) },
+        grad: unsafe { DeviceSpan::new(tensors.grad, len * tensors.grad_dtype.size()) },
         // SAFETY: the caller's promise; what is done with the plane before and after is ordered by the slot.
         to: unsafe { offloaded.plane.lend() },
         sum,
     };
     offloaded.count += 1;
-    let keep = Box::new(std::mem::take(&mut job.holds));
+    let keep = Box::new(tensors.holds);
     Request { order: Order::Offload(offload), next_use: 0, write_unscaled: false, keep }
 }
 

@@ -20,7 +20,7 @@ impl Core {
         self.parameters.weight(index, parameter)?;
         let Parameters { reader, slots, .. } = &mut self.parameters;
         let slot = &mut slots[index];
-        let name = slot.spec.name.clone();
+        let name = slot.spec.name.to_string();
         let (raw, walks) = reader.read(weight, Role::Parameter, &|| name.clone(), |raw, shape| {
             if raw.place != Place::Host || !shape.has_sizes(&slot.spec.layout.sizes) {
                 let message = format!("{name}: expected its weight in host memory");
@@ -108,7 +108,7 @@ fn fp32<R>(
     spec: &SlotSpec,
     then: impl FnOnce(RawTensor, Walks) -> PyResult<R>,
 ) -> PyResult<R> {
-    let name = || spec.name.clone();
+    let name = || spec.name.to_string();
     reader.read(tensor, Role::Parameter, &name, |host, shape| {
         if host.dtype != DType::F32 || !shape.has_sizes(&spec.layout.sizes) {
             let (name, sizes) = (&spec.name, &spec.layout.sizes);

@@ -1,14 +1,14 @@
 //! What hooks begin while a backward or a forward is under way: updates of gradients as they come, gradients that leave the
 //! device, streams that wait for weights.
 
-use super::binding::{Binding, Job, Offloaded};
+use super::binding::{Binding, Offloaded, Tensors};
 use super::core::{Core, refuse_poisoned};
 use super::groups::config;
 use super::lanes::{Lanes, Terms, offload_request, request};
 use super::parameters::Parameters;
 use super::tensor::{DType, Place};
 use crate::engine::lanes::Request;
-use crate::kernel::AdamWConfig;
+use crate::kernel::{AdamWConfig, Constants};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -47,6 +47,30 @@ fn detached(py: Python<'_>) -> impl FnMut(&mut (dyn FnMut() + Send)) {
     move |wait| py.detach(wait)
 }
 
+/// A parameter and its gradient, read, checked and held for an update that begins at once.
+struct Ready {
+    index: usize,
+    place: Place,
+    tensors: Tensors,
+}
+
+/// What the updates of one group in one backward have in common.
+struct EagerTerms {
+    config: AdamWConfig,
+    seed: u64,
+    /// The latest constants, and their step: most parameters of a group are at the same one.
+    latest: Option<(f64, Constants)>,
+}
+
+impl EagerTerms {
+    fn constants(&mut self, steps: f64) -> Constants {
+        match self.latest {
+            Some((known, constants)) if known == steps => constants,
+            _ => self.latest.insert((steps, self.config.constants(steps, 1.0))).1,
+        }
+    }
+}
+
 impl Core {
     /// Reads and checks a parameter and its gradient for an update that begins at once, and holds their memory. `None` for
     /// one that is in host memory, or whose strides ask for copies that `step` makes.
@@ -55,7 +79,7 @@ impl Core {
         parameter: &Bound<'py, PyAny>,
         grad: &Bound<'py, PyAny>,
         settings: &GroupSettings,
-    ) -> PyResult<Option<(usize, Job<'py>)>> {
+    ) -> PyResult<Option<Ready>> {
         let index = self.parameters.slot_of(parameter)?;
         refuse_poisoned(&self.parameters.slots[index])?;
         let mut job = self.parameters.job(index, parameter, grad.clone(), settings.0, false)?;
@@ -64,11 +88,12 @@ impl Core {
             return Ok(None);
         }
         self.parameters.ready_for_device(index, parameter, &mut job)?;
-        Ok(Some((index, job)))
+        Ok(Some(Ready { index, place: job.place(), tensors: job.tensors() }))
     }
 
     /// Counts the step of an update that is ready; its request, unless it has no elements.
-    fn eager_request(&mut self, index: usize, mut job: Job<'_>, seed: u64) -> Option<Request> {
+    fn eager_request(&mut self, ready: Ready, terms: &mut EagerTerms) -> Option<Request> {
+        let Ready { index, tensors, .. } = ready;
         let next_use = self.parameters.next_use[index];
         let slot = &mut self.parameters.slots[index];
         let steps = slot.steps() + 1.0;
@@ -77,48 +102,54 @@ impl Core {
         if slot.spec.layout.numel() == 0 {
             return None;
         }
-        let constants = job.config.constants(steps, 1.0);
-        let (amsgrad, grad_scale, write_unscaled) = (job.config.amsgrad, None, false);
+        let constants = terms.constants(steps);
+        let (amsgrad, grad_scale, write_unscaled, seed) = (terms.config.amsgrad, None, false, terms.seed);
         let terms = Terms { index, steps, constants, seed, amsgrad, grad_scale, write_unscaled, next_use };
         let resident = self.parameters.bindings[index].resident.as_ref();
         // SAFETY: as in `step::requests`; autograd has produced the gradient just now, in memory of its own.
-        Some(unsafe { request(slot, resident, None, &mut job, &terms) })
+        Some(unsafe { request(slot, resident, None, tensors, &terms) })
     }
 
-    /// Takes parameters, each with a gradient and its group's settings, for an update that begins at once. Returns those
-    /// that were not taken: see `ready_update`.
+    /// Takes parameters of one group, each with a gradient, for an update that begins at once. Returns those that were not
+    /// taken: see `ready_update`.
     pub(super) fn begin_updates<'py>(
         &mut self,
         py: Python<'py>,
         parameters: Vec<Bound<'py, PyAny>>,
-        grads: Vec<Bound<'py, PyAny>>,
-        settings: Vec<PyRef<'py, GroupSettings>>,
+        grads: &Bound<'py, PyList>,
+        settings: &GroupSettings,
         seed: u64,
     ) -> PyResult<Begun<'py>> {
         self.collect_failures()?;
         let mut left = Vec::new();
-        let mut taken = Vec::with_capacity(parameters.len());
-        let written = PyList::empty(py);
-        for ((parameter, grad), settings) in parameters.into_iter().zip(grads).zip(settings) {
-            if let Some(ready) = self.ready_update(&parameter, &grad, &settings)? {
-                written.append(parameter)?;
-                taken.push(ready);
+        let mut ready = Vec::with_capacity(parameters.len());
+        let mut written = Vec::with_capacity(parameters.len());
+        for (parameter, grad) in parameters.into_iter().zip(grads) {
+            if let Some(one) = self.ready_update(&parameter, &grad, settings)? {
+                written.push(parameter);
+                ready.push(one);
             } else {
                 left.push(parameter);
             }
         }
-        if taken.is_empty() {
+        if ready.is_empty() {
             return Ok(Begun { submissions: Vec::new(), left });
         }
         // Before the first write: a backward that still needs the old values must fail.
+        let written = PyList::new(py, written)?;
         increment_version(py, &written)?;
+        let mut terms = EagerTerms { config: settings.0, seed, latest: None };
+        let expected = ready.len();
         let mut by_place: Vec<(Place, Vec<Request>)> = Vec::new();
-        for (index, job) in taken {
-            let place = job.place();
-            let Some(request) = self.eager_request(index, job, seed) else { continue };
-            match by_place.iter_mut().find(|(known, _)| *known == place) {
-                Some((_, requests)) => requests.push(request),
-                None => by_place.push((place, vec![request])),
+        for one in ready {
+            let place = one.place;
+            let Some(request) = self.eager_request(one, &mut terms) else { continue };
+            if let Some((_, requests)) = by_place.iter_mut().find(|(known, _)| *known == place) {
+                requests.push(request);
+            } else {
+                let mut requests = Vec::with_capacity(expected);
+                requests.push(request);
+                by_place.push((place, requests));
             }
         }
         self.begun(py, by_place, left)
@@ -134,11 +165,12 @@ impl Core {
     ) -> PyResult<Option<Begun<'py>>> {
         let py = parameter.py();
         self.collect_failures()?;
-        let Some((index, job)) = self.ready_update(parameter, grad, settings)? else { return Ok(None) };
+        let Some(ready) = self.ready_update(parameter, grad, settings)? else { return Ok(None) };
         let written = PyTuple::new(py, [parameter])?;
         increment_version(py, &written)?;
-        let place = job.place();
-        let by_place = self.eager_request(index, job, seed).map(|request| (place, vec![request]));
+        let place = ready.place;
+        let mut terms = EagerTerms { config: settings.0, seed, latest: None };
+        let by_place = self.eager_request(ready, &mut terms).map(|request| (place, vec![request]));
         self.begun(py, by_place.into_iter().collect(), Vec::new()).map(Some)
     }
 
@@ -167,10 +199,10 @@ impl Core {
                 left.push(parameter);
                 continue;
             };
-            job.holds.push(reader.hold(&job.keep)?);
+            job.holds.grad = Some(reader.hold(&job.keep)?);
             let place = job.place();
             // SAFETY: as in `step::requests`.
-            let request = unsafe { offload_request(index, &slots[index], offloaded, &mut job) };
+            let request = unsafe { offload_request(index, &slots[index], offloaded, job.tensors()) };
             match by_place.iter_mut().find(|(known, _)| *known == place) {
                 Some((_, requests)) => requests.push(request),
                 None => by_place.push((place, vec![request])),

@@ -5,7 +5,7 @@ use super::binding::{Binding, Job, Offloaded, Resident};
 use super::groups::{config, for_each_parameter};
 use super::lanes::Lanes;
 use super::sharing::{Extent, refuse_first_shared};
-use super::tensor::{DType, Place, RawTensor, Role, Shape, TensorReader};
+use super::tensor::{DType, Holds, Place, RawTensor, Role, Shape, TensorReader};
 use crate::engine::{MomentDType, Slot, SlotSpec, WeightKind};
 use crate::error::Error;
 use crate::kernel::AdamWConfig;
@@ -14,7 +14,7 @@ use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
-use std::collections::{HashMap, HashSet};
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Weak;
 
 /// What `bind` is told of a parameter: itself, its name, its number in the optimizer, whether its master is full, whether
@@ -27,7 +27,7 @@ pub(super) struct Parameters {
     pub(super) slots: Vec<Slot>,
     pub(super) bindings: Vec<Binding>,
     /// From a parameter's address to its slot.
-    index: HashMap<usize, usize>,
+    index: FxHashMap<usize, usize>,
     /// Whether a parameter has moved or changed its strides since all were last compared for shared memory.
     unchecked: bool,
     /// Slots whose planes have been reordered or joined by another since Python last took their tensors.
@@ -90,7 +90,7 @@ impl Parameters {
             reader: TensorReader::new(py)?,
             slots: Vec::new(),
             bindings: Vec::new(),
-            index: HashMap::new(),
+            index: FxHashMap::default(),
             unchecked: false,
             relaid: Vec::new(),
             next_use: Vec::new(),
@@ -132,7 +132,7 @@ impl Parameters {
     ) -> PyResult<()> {
         let mut fresh: Vec<(SlotSpec, Binding)> = Vec::new();
         let mut widened = Vec::new();
-        let mut seen = HashSet::new();
+        let mut seen = FxHashSet::default();
         for (parameter, name, number, full_master, bf16_moments, amsgrad, resident) in entries {
             if !seen.insert(address(&parameter)) {
                 continue;
@@ -157,7 +157,7 @@ impl Parameters {
             binding.resident = resident.map(|planes| Resident::new(&self.reader, &planes)).transpose()?;
             let moments = if bf16_moments { MomentDType::Bf16 } else { MomentDType::F32 };
             let weight = kind_of(weight.dtype, full_master);
-            fresh.push((SlotSpec { name, number, layout: state, weight, moments, amsgrad }, binding));
+            fresh.push((SlotSpec { name: name.into(), number, layout: state, weight, moments, amsgrad }, binding));
         }
         self.refuse_shared(groups, &fresh)?;
 
@@ -217,7 +217,7 @@ impl Parameters {
     /// to be. What the optimizer no longer lists does not count.
     fn refuse_shared(&self, groups: &Bound<'_, PyList>, fresh: &[(SlotSpec, Binding)]) -> PyResult<()> {
         let py = groups.py();
-        let mut listed = HashSet::new();
+        let mut listed = FxHashSet::default();
         for_each_parameter(groups, |_, parameter| {
             listed.insert(address(&parameter));
             Ok(())
@@ -227,7 +227,7 @@ impl Parameters {
             if !listed.contains(&(binding.parameter.as_ptr() as usize)) {
                 continue;
             }
-            let name = || slot.spec.name.clone();
+            let name = || slot.spec.name.to_string();
             let read = |weight: RawTensor, shape: &Shape<'_>| Ok((weight, shape.layout()));
             // One that cannot be read any more is refused when it is stepped.
             if let Ok((weight, layout)) = self.reader.read(binding.parameter.bind(py), Role::Parameter, &name, read) {
@@ -248,7 +248,7 @@ impl Parameters {
     /// Reads a bound parameter and brings its slot up to date with its strides.
     pub(super) fn weight(&mut self, index: usize, parameter: &Bound<'_, PyAny>) -> PyResult<RawTensor> {
         let (spec, binding) = (&self.slots[index].spec, &self.bindings[index]);
-        let name = || spec.name.clone();
+        let name = || spec.name.to_string();
         let (weight, changed) = self.reader.read(parameter, Role::Parameter, &name, |weight, shape| {
             Ok((weight, (!shape.is(&binding.layout)).then(|| shape.layout())))
         })?;
@@ -307,7 +307,7 @@ impl Parameters {
         let Self { reader, slots, bindings, .. } = self;
         let (slot, binding) = (&slots[index], &mut bindings[index]);
         let name = &slot.spec.name;
-        reader.read(grad, Role::Gradient, &|| name.clone(), |tensor, shape| {
+        reader.read(grad, Role::Gradient, &|| name.to_string(), |tensor, shape| {
             if !shape.has_sizes(&slot.spec.layout.sizes) {
                 let (sizes, found) = (&slot.spec.layout.sizes, &shape.sizes);
                 let message = format!("the gradient of {name} has shape {found:?}, the parameter {sizes:?}");
@@ -342,7 +342,7 @@ impl Parameters {
             let message = format!("{name}: it is on {place} and its gradient on {found}");
             return Err(Error::InvalidValue(message).into());
         }
-        let (holds, stand_in) = (Vec::new(), None);
+        let (holds, stand_in) = (Holds::default(), None);
         let original_grad = grad_tensor.data;
         Ok(Job {
             weight,
@@ -372,7 +372,7 @@ impl Parameters {
             let message = "it has a gradient beside the one that was offloaded in backward: nobody may set p.grad then";
             return Err(Error::InvalidValue(format!("{name}: {message} (offload_gradients=True)")).into());
         }
-        let Some(offloaded) = &binding.offloaded else { return Err(Error::InvalidValue(name.clone()).into()) };
+        let Some(offloaded) = &binding.offloaded else { return Err(Error::InvalidValue(name.to_string()).into()) };
         let data = offloaded.plane.share().0.as_ptr() as usize;
         let grad = RawTensor { data, dtype: offloaded.dtype, numel: weight.numel, place: weight.place };
         // In the order of the state, and for the norm in the logical order of that layout.
@@ -385,7 +385,7 @@ impl Parameters {
             grad_has_own_layout: true,
             keep: parameter.clone(),
             config,
-            holds: Vec::new(),
+            holds: Holds::default(),
             is_offloaded: true,
             stand_in: None,
         })
@@ -418,18 +418,18 @@ impl Parameters {
         if job.is_offloaded {
             // The engine holds it.
         } else if job.grad_walks.is_dense() {
-            job.holds.push(self.reader.hold(&job.keep)?);
+            job.holds.grad = Some(self.reader.hold(&job.keep)?);
         } else {
             let (dense, address) = copy(&job.keep)?;
             job.grad.data = address;
-            job.holds.push(self.reader.hold(&dense)?);
+            job.holds.grad = Some(self.reader.hold(&dense)?);
         }
         if self.bindings[index].walks.is_dense() {
-            job.holds.push(self.reader.hold(parameter)?);
+            job.holds.weight = Some(self.reader.hold(parameter)?);
         } else {
             let (dense, address) = copy(parameter)?;
             job.weight.data = address;
-            job.holds.push(self.reader.hold(&dense)?);
+            job.holds.weight = Some(self.reader.hold(&dense)?);
             job.stand_in = Some(dense);
         }
         Ok(())

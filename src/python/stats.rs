@@ -24,7 +24,7 @@ impl Core {
         stats.set_item("arena_bytes", self.arena.bytes())?;
         stats.set_item("threads", self.threads)?;
         stats.set_item("isa", self.isa.name())?;
-        let poisoned = slots.iter().filter_map(|slot| Some((&slot.spec.name, slot.poisoned.as_ref()?)));
+        let poisoned = slots.iter().filter_map(|slot| Some((&*slot.spec.name, slot.poisoned.as_ref()?)));
         stats.set_item("poisoned", poisoned.collect::<HashMap<_, _>>())?;
         stats.set_item("pinned_bytes", self.arena.pinned_bytes())?;
         stats.set_item("pageable_bytes", self.arena.bytes() - self.arena.pinned_bytes())?;

@@ -169,8 +169,8 @@ fn judge(
         }));
     }
     let name = |position: usize| match order[position] {
-        Whose::Host(at) => updates[at].slot.spec.name.clone(),
-        Whose::Device(at) => on_devices[at].slot.spec.name.clone(),
+        Whose::Host(at) => updates[at].slot.spec.name.to_string(),
+        Whose::Device(at) => on_devices[at].slot.spec.name.to_string(),
     };
     Ok(engine::judge(options, &squares, name)?)
 }
@@ -275,7 +275,7 @@ fn requests<'py>(
         // SAFETY: read under this attachment to the interpreter and compared with the slot; `collect` has refused tensors
         // that share memory, and `ready_for_device` has put them in the order of the planes and holds them. Whoever reads or
         // writes state waits for the engine first.
-        by_party[party].push(unsafe { request(slot, resident.as_ref(), offloaded, &mut job, &terms) });
+        by_party[party].push(unsafe { request(slot, resident.as_ref(), offloaded, job.tensors(), &terms) });
         if let Some(stand_in) = job.stand_in {
             stand_ins.push((index, stand_in));
         }

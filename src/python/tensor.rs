@@ -8,7 +8,6 @@ use crate::memory::{Element, Layout, StridedMut, StridedRef, Walks};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use std::any::Any;
 use std::mem::MaybeUninit;
 
 /// The dtypes that weights and gradients may have.
@@ -154,6 +153,21 @@ impl Shape<'_> {
     }
 }
 
+/// Keeps a tensor's memory, on any thread.
+pub(super) enum Hold {
+    /// The memory.
+    Memory(#[allow(dead_code, reason = "dropped")] dlpack::Managed),
+    /// The tensor, where torch does not give away the memory alone.
+    Object(#[allow(dead_code, reason = "dropped")] Py<PyAny>),
+}
+
+/// What keeps the tensors of one update until it has landed.
+#[derive(Default)]
+pub(super) struct Holds {
+    pub(super) grad: Option<Hold>,
+    pub(super) weight: Option<Hold>,
+}
+
 /// Which of a parameter's tensors is read, for messages.
 #[derive(Clone, Copy)]
 pub(super) enum Role {
@@ -202,11 +216,11 @@ impl TensorReader {
             || self.pending_type.as_ref().is_some_and(|pending| kind.is(pending))
     }
 
-    /// A hold on a tensor's memory that needs no interpreter to be let go.
-    pub(super) fn hold(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Box<dyn Any + Send + Sync>> {
+    /// A hold on a tensor's memory, also if the tensor is given other memory meanwhile.
+    pub(super) fn hold(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Hold> {
         match self.api.filter(|_| self.is_plain(&tensor.get_type())) {
-            Some(api) => Ok(Box::new(dlpack::Managed::of(api, tensor)?)),
-            None => Ok(Box::new(tensor.clone().unbind())),
+            Some(api) => Ok(Hold::Memory(dlpack::Managed::of(api, tensor)?)),
+            None => Ok(Hold::Object(tensor.clone().unbind())),
         }
     }
 
@@ -217,6 +231,21 @@ impl TensorReader {
         }
         let stream = py.import(intern!(py, "torch"))?.getattr("cuda")?.call_method1("current_stream", (device,))?;
         stream.getattr("cuda_stream")?.extract()
+    }
+
+    /// The address of a tensor's elements, whatever its dtype and device.
+    pub(super) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
+        if let Some(read) = self.api.filter(|_| self.is_plain(&tensor.get_type())).and_then(dlpack::reader) {
+            let mut raw = MaybeUninit::<DLTensor>::uninit();
+            // SAFETY: torch's own function on an object of exactly its tensor type; it fills `raw` if it returns 0.
+            if unsafe { read(tensor.as_ptr(), raw.as_mut_ptr()) } == 0 {
+                // SAFETY: filled, as it returned 0.
+                let raw = unsafe { raw.assume_init() };
+                return Ok(raw.data as usize + raw.byte_offset as usize);
+            }
+            let _ = PyErr::take(tensor.py()); // torch's own method says it better
+        }
+        tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
     }
 
     /// Reads a tensor that must be strided, in host memory or on a CUDA device, and of a supported dtype, and passes it

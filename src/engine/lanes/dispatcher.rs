@@ -19,6 +19,7 @@ use crate::device::{Device, DeviceUpdate, Stream};
 use crate::error::{Error, Result};
 use crate::memory::{HostRing, HostSpan};
 use ranges::{Ranges, span};
+use rustc_hash::FxHashMap;
 use staging::{Guard, Staging};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -73,7 +74,7 @@ pub(super) struct Dispatcher<D: Device> {
     /// Whether one of them may go on.
     unblocked: bool,
     /// Jobs of each slot that have not ended, in the order in which they were accepted.
-    turns: HashMap<usize, VecDeque<u64>>,
+    turns: FxHashMap<usize, VecDeque<u64>>,
     active: HashMap<u64, Active<D>>,
     queue: Queue,
     resident: VecDeque<Resident<D>>,
@@ -111,7 +112,7 @@ impl<D: Device> Dispatcher<D> {
             pending: HashMap::new(),
             parked: VecDeque::new(),
             unblocked: false,
-            turns: HashMap::new(),
+            turns: FxHashMap::default(),
             active: HashMap::new(),
             queue,
             resident: VecDeque::new(),

@@ -6,8 +6,8 @@ use crate::engine::slot::TINY_ELEMS;
 use crate::error::Failure;
 use crate::kernel::{GradDType, MomentDType, WeightKind};
 use crate::memory::DeviceSpan;
+use rustc_hash::FxHashSet;
 use std::any::Any;
-use std::collections::HashSet;
 use std::sync::Arc;
 
 /// What a job is made of.
@@ -155,15 +155,17 @@ pub(super) fn jobs<D: Device>(
     limits: Limits,
 ) -> Vec<Job<D>> {
     let mut jobs = Vec::new();
-    let mut open: Vec<Job<D>> = Vec::new();
-    let mut slots = HashSet::new();
+    // At most one bundle of a kind.
+    let mut open: Vec<(Kind, Job<D>)> = Vec::new();
+    let mut slots = FxHashSet::default();
     let is_only = requests.len() == 1;
     for Request { order, next_use, write_unscaled, keep } in requests {
         let slot = order.slot();
         if !is_only && !slots.insert(slot) {
             // The second update of a slot comes after the first.
-            jobs.append(&mut open);
-            slots = HashSet::from([slot]);
+            jobs.extend(open.drain(..).map(|(_, job)| job));
+            slots.clear();
+            slots.insert(slot);
         }
         let part = match order {
             Order::Update(part) => part,
@@ -172,71 +174,41 @@ pub(super) fn jobs<D: Device>(
                 continue;
             }
         };
-        let key = part.recipe.kernel();
-        let tiny = part.len <= TINY_ELEMS && limits.hold(1, part.len);
-        let on_host = part.is_on_host();
-        let single = job::<D>(part, tiny, next_use, write_unscaled, keep, Arc::clone(ready), producer);
-        if !tiny {
-            jobs.push(single);
+        let single =
+            |part, tiny, keep| Job::new(part, tiny, next_use, write_unscaled, keep, Arc::clone(ready), producer);
+        if part.len > TINY_ELEMS || !limits.hold(1, part.len) {
+            jobs.push(single(part, false, keep));
             continue;
         }
-        let fits = |job: &Job<D>| {
-            job.kernel() == key
-                && job.is_on_host() == on_host
-                && job.work.is_pinned() == single.work.is_pinned()
-                && limits.hold(job.slots.len() + 1, job.elements + single.elements)
-        };
-        if let Some(job) = open.iter_mut().find(|job| fits(job)) {
-            job.absorb(single);
-            continue;
+        let kind = Kind::of(&part);
+        match open.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, job)) if limits.hold(job.slots.len() + 1, job.elements + part.len) => {
+                job.push(part, next_use, write_unscaled, keep);
+            }
+            // One that is full for this part is as good as full.
+            Some((_, job)) => jobs.push(std::mem::replace(job, single(part, true, keep))),
+            None => open.push((kind, single(part, true, keep))),
         }
-        // One that is full for this part is as good as full.
-        let full = open.iter().position(|job| job.kernel() == key && job.is_on_host() == on_host);
-        if let Some(full) = full {
-            jobs.push(open.swap_remove(full));
-        }
-        open.push(single);
     }
-    jobs.extend(open);
+    jobs.extend(open.into_iter().map(|(_, job)| job));
     jobs
 }
 
-fn job<D: Device>(
-    part: Part,
-    tiny: bool,
-    next_use: u64,
-    write_unscaled: bool,
-    keep: Box<dyn Any + Send>,
-    ready: Arc<D::Event>,
-    producer: usize,
-) -> Job<D> {
-    let grad_bytes = part.grad.device_bytes();
-    let Part { recipe, len, weight, grad, home } = part;
-    let slots = vec![Member { slot: recipe.slot, name: Arc::clone(&recipe.name), len }];
-    let unscale = match recipe.grad_scale {
-        Some(scale) if write_unscaled => {
-            let grad = crate::device::DeviceGrad { address: grad.address(), len, dtype: recipe.grad_dtype };
-            vec![(recipe.slot, grad, scale)]
-        }
-        _ => Vec::new(),
-    };
-    let work = match home {
-        Home::Device(planes) => Work::Resident(vec![(recipe, len, weight, grad, planes)]),
-        Home::Host(planes) if tiny => Work::Bundle(vec![Chunk { recipe, first: 0, len, weight, grad, planes }]),
-        Home::Host(planes) => Work::Chunks(Chunk { recipe, first: 0, len, weight, grad, planes }),
-    };
-    Job {
-        id: 0,
-        whole: true,
-        work,
-        slots,
-        elements: len,
-        grad_bytes,
-        next_use,
-        ready,
-        producer,
-        unscale,
-        keep: vec![keep],
+/// What parts of one bundle have in common.
+#[derive(PartialEq, Eq)]
+struct Kind {
+    kernel: (WeightKind, GradDType, MomentDType),
+    /// Of the state; `None`: it is on the device.
+    is_pinned: Option<bool>,
+}
+
+impl Kind {
+    fn of(part: &Part) -> Self {
+        let is_pinned = match &part.home {
+            Home::Host(planes) => Some(planes.exp_avg.is_pinned()),
+            Home::Device(_) => None,
+        };
+        Self { kernel: part.recipe.kernel(), is_pinned }
     }
 }
 
@@ -264,17 +236,27 @@ fn offload_job<D: Device>(
 }
 
 impl<D: Device> Job<D> {
-    fn kernel(&self) -> (WeightKind, GradDType, MomentDType) {
-        match &self.work {
-            Work::Offload(offload) => unreachable!("{offload:?} is not bundled"),
-            Work::Resident(parts) => parts[0].0.kernel(),
-            Work::Chunks(chunk) => chunk.recipe.kernel(),
-            Work::Bundle(chunks) => chunks[0].recipe.kernel(),
-        }
-    }
-
-    fn is_on_host(&self) -> bool {
-        !matches!(self.work, Work::Resident(_))
+    /// One part's job: of a tiny one, to which others may be added.
+    fn new(
+        part: Part,
+        tiny: bool,
+        next_use: u64,
+        write_unscaled: bool,
+        keep: Box<dyn Any + Send>,
+        ready: Arc<D::Event>,
+        producer: usize,
+    ) -> Self {
+        let Part { recipe, len, weight, grad, home } = part;
+        let slots = vec![Member { slot: recipe.slot, name: Arc::clone(&recipe.name), len }];
+        let unscale = recipe.unscaled(&grad, len, write_unscaled).into_iter().collect();
+        let grad_bytes = grad.device_bytes();
+        let work = match home {
+            Home::Device(planes) => Work::Resident(vec![(recipe, len, weight, grad, planes)]),
+            Home::Host(planes) if tiny => Work::Bundle(vec![Chunk { recipe, first: 0, len, weight, grad, planes }]),
+            Home::Host(planes) => Work::Chunks(Chunk { recipe, first: 0, len, weight, grad, planes }),
+        };
+        let keep = vec![keep];
+        Self { id: 0, whole: true, work, slots, elements: len, grad_bytes, next_use, ready, producer, unscale, keep }
     }
 
     /// Parts from the others those whose slots are `apart`.
@@ -318,18 +300,21 @@ impl<D: Device> Job<D> {
         (Some(self), Some(more))
     }
 
-    /// Takes over a single tiny part of the same kind.
-    fn absorb(&mut self, other: Self) {
-        match (&mut self.work, other.work) {
-            (Work::Resident(parts), Work::Resident(more)) => parts.extend(more),
-            (Work::Bundle(chunks), Work::Bundle(more)) => chunks.extend(more),
-            (work, other) => unreachable!("{work:?} does not take {other:?}"),
+    /// Takes over another tiny part of the same kind.
+    fn push(&mut self, part: Part, next_use: u64, write_unscaled: bool, keep: Box<dyn Any + Send>) {
+        let Part { recipe, len, weight, grad, home } = part;
+        self.slots.push(Member { slot: recipe.slot, name: Arc::clone(&recipe.name), len });
+        self.elements += len;
+        self.grad_bytes += grad.device_bytes();
+        self.next_use = self.next_use.min(next_use);
+        self.keep.push(keep);
+        self.unscale.extend(recipe.unscaled(&grad, len, write_unscaled));
+        match (&mut self.work, home) {
+            (Work::Resident(parts), Home::Device(planes)) => parts.push((recipe, len, weight, grad, planes)),
+            (Work::Bundle(chunks), Home::Host(planes)) => {
+                chunks.push(Chunk { recipe, first: 0, len, weight, grad, planes });
+            }
+            (work, home) => unreachable!("{work:?} does not take {home:?}"),
         }
-        self.slots.extend(other.slots);
-        self.elements += other.elements;
-        self.grad_bytes += other.grad_bytes;
-        self.next_use = self.next_use.min(other.next_use);
-        self.unscale.extend(other.unscale);
-        self.keep.extend(other.keep);
     }
 }

@@ -29,7 +29,7 @@ use crate::memory::HostRing;
 use crate::pool::WorkerPool;
 use dispatcher::Dispatcher;
 use job::{Job, Limits};
-use std::collections::{HashMap, HashSet};
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -124,10 +124,10 @@ impl Failures {
 struct State<D: Device> {
     inbox: Vec<Job<D>>,
     computed: Vec<workers::Computed>,
-    progress: HashMap<usize, Progress<D>>,
+    progress: FxHashMap<usize, Progress<D>>,
     failures: Failures,
     /// Slots half updated: their updates fail until they are healed.
-    poisoned: HashSet<usize>,
+    poisoned: FxHashSet<usize>,
     /// Why the device is of no use any more.
     broken: Option<String>,
     waiting_bytes: usize,
@@ -300,9 +300,9 @@ impl<D: Device> Engine<D> {
             state: Mutex::new(State {
                 inbox: Vec::new(),
                 computed: Vec::new(),
-                progress: HashMap::new(),
+                progress: FxHashMap::default(),
                 failures,
-                poisoned: HashSet::new(),
+                poisoned: FxHashSet::default(),
                 broken: None,
                 waiting_bytes: 0,
                 stop: false,

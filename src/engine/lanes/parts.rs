@@ -1,6 +1,6 @@
 //! One parameter's update (a part) and the runs that lanes take of it (chunks).
 
-use crate::device::DeviceUpdate;
+use crate::device::{DeviceGrad, DeviceUpdate};
 use crate::kernel::{Constants, GradDType, MomentDType, Noise, WeightKind};
 use crate::memory::{DeviceSpan, HostSpan};
 use std::sync::Arc;
@@ -128,6 +128,12 @@ impl Recipe {
         self.moments.bytes() * (2 + usize::from(amsgrad)) + self.weight_kind.kept_bytes()
     }
 
+    /// Its slot, its gradient and the scale to divide that by where it is, once it has been used.
+    pub(super) fn unscaled(&self, grad: &Gradient, len: usize, in_place: bool) -> Option<(usize, DeviceGrad, f32)> {
+        let grad = DeviceGrad { address: grad.address(), len, dtype: self.grad_dtype };
+        self.grad_scale.filter(|_| in_place).map(|scale| (self.slot, grad, scale))
+    }
+
     /// What decides which compiled kernel runs: a bundle has one.
     pub(super) fn kernel(&self) -> (WeightKind, GradDType, MomentDType) {
         (self.weight_kind, self.grad_dtype, self.moments)
@@ -147,12 +153,6 @@ pub struct Part {
     pub grad: Gradient,
     /// The state.
     pub home: Home,
-}
-
-impl Part {
-    pub(super) fn is_on_host(&self) -> bool {
-        matches!(self.home, Home::Host(_))
-    }
 }
 
 /// A run of a parameter whose state is in host memory: what a lane takes at once.

@@ -196,7 +196,7 @@ impl Rig {
         slot.set_steps(steps);
         let recipe = Recipe {
             slot: index,
-            name: slot.spec.name.as_str().into(),
+            name: Arc::clone(&slot.spec.name),
             weight_kind: kind.weight,
             grad_dtype: kind.grad,
             moments: kind.moments,
@@ -383,7 +383,7 @@ pub(super) fn make_resident(request: &mut Request) {
 
 fn spec(index: usize, kind: &Kind) -> SlotSpec {
     SlotSpec {
-        name: format!("p{index}"),
+        name: format!("p{index}").into(),
         number: index as u64,
         layout: Layout::contiguous(kind.len),
         weight: kind.weight,
