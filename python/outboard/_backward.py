@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from outboard import _capture, _pending
 from outboard._hooks import _EndOfBackward, nothing
 from outboard._native import GroupSettings
 from outboard._readers import Readers
-from outboard._roster import Roster, Swept
+from outboard._roster import Roster
 
 if TYPE_CHECKING:
     from outboard._stepping import SteppingOptimizer
@@ -66,13 +66,11 @@ class _Taken:
     def __contains__(self, key: int) -> bool:
         return key in self.keys
 
-    def extend(
-        self, parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], versions: Sequence[int]
-    ) -> None:
-        self.keys.update(map(id, parameters))
-        self.parameters += parameters
-        self.grads += grads
-        self.versions += versions
+    def add(self, parameter: torch.Tensor, key: int, grad: torch.Tensor | None, version: int) -> None:
+        self.keys.add(key)
+        self.parameters.append(parameter)
+        self.grads.append(grad)
+        self.versions.append(version)
 
     def clear(self) -> None:
         for kept in (self.keys, self.parameters, self.grads, self.versions):
@@ -143,10 +141,7 @@ class Backward:
                     if not self._in_backward or self._end() is None:
                         self._begin_backward()
             if self._takes:
-                if type(parameter) is torch.nn.Parameter:
-                    self._take_one(parameter, key, grad, group)
-                else:
-                    self._take(Swept(group, [parameter], [key]), [grad])
+                self._take(parameter, key, grad, group)
             elif self._offloads:
                 self._offload([parameter])
             elif self._watches:
@@ -208,51 +203,23 @@ class Backward:
             known = self._settings[id(group)] = (_settings(group), GroupSettings(group))
         return known[1]
 
-    def _take_one(self, parameter: torch.Tensor, key: int, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        """As `_take`, for a parameter that is not pending: what hooks do, hundreds of times in each backward."""
+    def _take(self, parameter: torch.Tensor, key: int, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        """Start the update of a parameter whose gradient is complete."""
         if key in self._taken or grad.requires_grad:
             self._refuse_gradient(parameter, "eager=False")
+        if type(parameter) is not torch.nn.Parameter:
+            _pending.settle_others([parameter], self._readers.waiter)
         opt = self._opt
         settings = self._settings_of(group)
         version = grad._version
         # Before its update begins: an interrupt may come as soon as it has.
-        self._readers.begin(parameter, key)
+        self._readers.expect(parameter, key)
         if not opt._take_one(parameter, grad, settings):
             return
         keeps = opt._eager == "auto"
-        self._taken.extend((parameter,), (grad if keeps else None,), (version,))
+        self._taken.add(parameter, key, grad if keeps else None, version)
         if not keeps:
             _drop_grad(parameter)
-
-    def _take(self, swept: Swept, grads: list[torch.Tensor]) -> None:
-        """Start the updates of one group's parameters whose gradients are complete; all of them can be marked."""
-        group, parameters, keys = swept
-        with torch._C.DisableTorchFunctionSubclass():
-            # Loops of one thing each: there may be ten thousand.
-            if not self._taken.keys.isdisjoint(keys) or any(grad.requires_grad for grad in grads):
-                for key, parameter, grad in zip(keys, parameters, grads, strict=True):
-                    if key in self._taken or grad.requires_grad:
-                        self._refuse_gradient(parameter, "eager=False")
-            versions = [grad._version for grad in grads]
-        settings = self._settings_of(group)
-        if _pending.are_pending(self._readers.count_pending()):
-            _pending.settle_others(parameters, self._readers.waiter)
-        # Before their updates begin: an interrupt may come as soon as they have.
-        self._readers.begin_all(parameters, keys)
-        left = {id(parameter) for parameter in self._opt._take_now(parameters, grads, settings)}
-        if left:
-            kept = [index for index, key in enumerate(keys) if key not in left]
-            parameters, grads, versions = (
-                [parameters[index] for index in kept],
-                [grads[index] for index in kept],
-                [versions[index] for index in kept],
-            )
-        keeps = self._opt._eager == "auto"
-        self._taken.extend(parameters, grads if keeps else [None] * len(parameters), versions)
-        if not keeps:
-            with torch._C.DisableTorchFunctionSubclass():
-                for parameter in parameters:
-                    parameter.grad = None
 
     def _refuse_gradient(self, parameter: torch.Tensor, instead: str) -> None:
         """Say why a gradient cannot be used in backward."""
@@ -297,34 +264,19 @@ class Backward:
         return list(self._offloaded.values())
 
     def backward_has_ended(self) -> None:
-        """Take the tiny parameters, which have no hooks."""
+        """Offload the gradients of those that have no hooks; `step()` takes them otherwise."""
         self._end = nothing
         if not self._in_backward:
             return
         began = time.perf_counter()
         try:
-            if self._takes or self._offloads:
-                for swept in self._roster.swept:
-                    self._sweep(swept)
+            if self._offloads and not self._takes:
+                found = [parameter for parameter in self._roster.unhooked if _plain_grad(parameter) is not None]
+                if found:
+                    self._offload(found)
             self._in_backward = False
         finally:
             self.hook_seconds += time.perf_counter() - began
-
-    def _sweep(self, swept: Swept) -> None:
-        """Take or offload one group's parameters without hooks that have gradients."""
-        taken = self._taken.keys
-        with torch._C.DisableTorchFunctionSubclass():
-            found = [parameter.grad for parameter in swept.parameters]
-        grads: list[torch.Tensor] = [grad for grad in found if grad is not None]
-        if len(grads) < len(found) or not taken.isdisjoint(swept.keys):
-            rows = zip(swept.parameters, swept.keys, found, strict=True)
-            left = [(p, key, grad) for p, key, grad in rows if grad is not None and key not in taken]
-            swept = Swept(swept.group, [p for p, _, _ in left], [key for _, key, _ in left])
-            grads = [grad for _, _, grad in left]
-        if grads and self._takes:
-            self._take(swept, grads)
-        elif grads:
-            self._offload(swept.parameters)
 
     # ---- the step
 
@@ -398,14 +350,9 @@ class Backward:
             return grad is None and seen is None
         return seen[0]() is grad and seen[1] == grad._version
 
-    def after_step(self, stepped: Iterable[torch.Tensor]) -> None:
-        """Let go of the gradients that `step()` has taken."""
-        stepped = list(stepped)
-        # Once around the loop: ten thousand parameters have ten thousand gradients.
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in stepped:
-                parameter.grad = None
-        self._readers.mark(stepped)
+    def after_step(self) -> None:
+        """Begin anew after `step()` has taken all gradients, and let go of them."""
+        self._readers.wait_for_unseen()
         self._reset_step()
 
     def _reset_step(self) -> None:
@@ -418,10 +365,8 @@ class Backward:
         self._backwards = 0
         self._in_backward = False
 
-    def steps_are_over(self, skipped: Iterable[torch.Tensor] = ()) -> None:
-        """Forget a step that changed nothing, and the gradients that it has skipped."""
-        for parameter in skipped:
-            _drop_grad(parameter)
+    def step_was_skipped(self) -> None:
+        """Forget a step that changed nothing, and offloaded gradients."""
         self._opt._core.drop_offloaded()
         self._reset_step()
 

@@ -107,31 +107,22 @@ def can_mark(parameter: torch.Tensor) -> bool:
     return type(parameter) in (torch.nn.Parameter, PendingParameter)
 
 
-def mark(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any]) -> None:
-    """Let whoever touches these parameters wait first."""
-    for parameter in parameters:
-        _waiters[id(parameter)] = waiter
-        parameter.__class__ = PendingParameter
-
-
-def mark_all(parameters: list[torch.Tensor], keys: list[int], waiter: weakref.ref[Any]) -> None:
-    """As `mark`, for thousands of parameters, of these ids."""
-    _waiters.update(dict.fromkeys(keys, waiter))
-    for parameter in parameters:
-        parameter.__class__ = PendingParameter
-
-
-def mark_one(parameter: torch.Tensor, key: int, waiter: weakref.ref[Any]) -> None:
-    """As `mark`, for a parameter of this id."""
+def mark(parameter: torch.Tensor, key: int, waiter: weakref.ref[Any]) -> None:
+    """Let whoever touches this parameter, of this id, wait first."""
     _waiters[key] = waiter
     parameter.__class__ = PendingParameter
+
+
+def announce(keys: Iterable[int], waiter: weakref.ref[Any]) -> None:
+    """Say who waits for parameters of these ids that the native half is about to mark."""
+    _waiters.update(dict.fromkeys(keys, waiter))
 
 
 def unmark(parameters: Iterable[torch.Tensor]) -> None:
     """Give parameters their own class back."""
     for parameter in parameters:
-        if _waiters.pop(id(parameter), None) is not None:
-            parameter.__class__ = torch.nn.Parameter
+        if _waiters.pop(id(parameter), None) is not None and type(parameter) is PendingParameter:
+            parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
 
 
 def settle_others(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any] | None) -> None:

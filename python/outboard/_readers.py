@@ -47,34 +47,23 @@ class Readers:
         self._uncalled.append((weakref.ref(module), uses))
         return uses
 
-    def begin(self, parameter: torch.Tensor, key: int) -> None:
-        """As `expect`, for one parameter of this id that can be marked."""
+    def expect(self, parameter: torch.Tensor, key: int) -> None:
+        """Let readers of a parameter, of this id, wait for its update."""
         self._pending[key] = parameter
-        _pending.mark_one(parameter, key, self.waiter)
+        _pending.mark(parameter, key, self.waiter)
 
-    def begin_all(self, parameters: list[torch.Tensor], keys: list[int]) -> None:
-        """As `expect`, for parameters of these ids that can be marked."""
-        self._pending.update(zip(keys, parameters, strict=True))
-        _pending.mark_all(parameters, keys, self.waiter)
+    def expect_all(self) -> None:
+        """Let readers of all parameters that the native half marks wait for their updates."""
+        # All that it may mark: which it will, it finds out itself, and to wait for another is no wait.
+        self._pending.update(self._roster.markable)
+        _pending.announce(self._roster.markable, self.waiter)
 
-    def expect(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let readers of these parameters wait for updates, where that is possible."""
-        marked = [parameter for parameter in parameters if _pending.can_mark(parameter)]
-        _pending.mark(marked, self.waiter)
-        for parameter in marked:
-            self._pending[id(parameter)] = parameter
-
-    def mark(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let readers of these parameters wait for their updates, which have begun."""
-        parameters = list(parameters)
-        self.expect(parameters)
-        self.wait_for_unseen(parameters)
-
-    def wait_for_unseen(self, parameters: Iterable[torch.Tensor]) -> None:
+    def wait_for_unseen(self) -> None:
         """Wait for parameters whose readers nobody would see."""
-        unseen = [parameter for parameter in parameters if not _pending.can_mark(parameter)]
+        core = self._opt._core
+        unseen = [parameter for parameter in self._roster.unmarkable if core.is_bound(parameter)]
         if unseen:
-            self._opt._core.wait(unseen)
+            core.wait(unseen)
 
     def resolve(self, parameters: list[torch.Tensor], *, are_used: bool = True) -> None:
         """Order the current stream after these parameters' updates."""

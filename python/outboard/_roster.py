@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from outboard import _pending
 
-#: Parameters of fewer elements have no hook of their own (ten thousand cost 55 ms a step); they are taken together at
-#: the end of backward. As `TINY_ELEMS` of the lanes.
+#: Parameters of no more elements have no hook of their own (ten thousand cost 55 ms a step): `step()` takes them all at
+#: once. Taken at the end of backward they had to be compared at `step()`: half as much again. As `TINY_ELEMS` of lanes.
 TINY_ELEMS = 64 * 1024
-
-
-class Swept(NamedTuple):
-    """Parameters of one group that have no hook."""
-
-    group: dict[str, Any]
-    parameters: list[torch.Tensor]
-    #: Their ids.
-    keys: list[int]
 
 
 class Roster:
@@ -42,8 +33,11 @@ class Roster:
         self.listed: list[torch.Tensor] = []
         #: The handles of gradient hooks, by the parameter's id.
         self.hooked: dict[int, Any] = {}
-        #: Those without a hook that can be taken at the end of backward. All of them can be marked (`_pending`).
-        self.swept: list[Swept] = []
+        #: Those that can be marked (`_pending`), by their ids, and those that cannot.
+        self.markable: dict[int, torch.Tensor] = {}
+        self.unmarkable: list[torch.Tensor] = []
+        #: Those without a hook that can be marked.
+        self.unhooked: list[torch.Tensor] = []
         #: Whether groups have changed since `step()` has last made state for all that wants it.
         self.has_changed = False
         #: Whether updates may overlap what follows: not where others read weights past everything that is seen here.
@@ -69,15 +63,9 @@ class Roster:
             if wants_hook and parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._gradient_hook)  # type: ignore[no-untyped-call]
                 self.hooked[id(parameter)] = handle
-        swept: dict[int, Swept] = {}
-        for parameter in self.listed:
-            key = id(parameter)
-            if key not in self.hooked and _pending.can_mark(parameter):
-                group = self.groups[key]
-                _, parameters, keys = swept.setdefault(id(group), Swept(group, [], []))
-                parameters.append(parameter)
-                keys.append(key)
-        self.swept = list(swept.values())
+        self.markable = {id(parameter): parameter for parameter in self.listed if _pending.can_mark(parameter)}
+        self.unmarkable = [parameter for parameter in self.listed if id(parameter) not in self.markable]
+        self.unhooked = [parameter for key, parameter in self.markable.items() if key not in self.hooked]
         self._frozen = [parameter for parameter in self.listed if not parameter.requires_grad]
 
     def _wants_hook(self, parameter: torch.Tensor) -> bool:

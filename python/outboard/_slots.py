@@ -106,15 +106,6 @@ class Slots:
             return False
         return self.core.is_bound(parameter) or any(listed is parameter for listed in self.listed())
 
-    def with_device_gradient(self) -> list[torch.Tensor]:
-        """Return the parameters that have a gradient and are not in host memory."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return [
-                parameter
-                for parameter in self.listed()
-                if parameter.grad is not None and self.core.is_bound(parameter) and self.core.is_on_device(parameter)
-            ]
-
     def named(self) -> Iterator[tuple[int, Group, str, torch.Tensor]]:
         """Yield number, group, name and parameter of all that are listed."""
         number = 0

@@ -79,7 +79,7 @@ class SteppingOptimizer(BaseOptimizer):
             attachment.backward.before_step(scaled=scale is not None or found_inf is not None)
         overlaps = attachment is not None and attachment.roster.overlaps
         try:
-            stepped = self._ready(attachment)
+            self._ready(attachment)
         except BaseException:
             # What has begun in backward is over all the same; the gradients that `step()` would take stay.
             if attachment is not None:
@@ -98,15 +98,16 @@ class SteppingOptimizer(BaseOptimizer):
                     seed=self._seed,
                     chunk_elems=self._lanes.host_chunk_elems,
                     attached=overlaps,
+                    lets_go=attachment is not None,
                 )
         except WorkerError:
             # Some have failed, all have been taken.
             if attachment is not None:
-                attachment.backward.after_step(stepped)
+                attachment.backward.after_step()
             raise
         except NonFiniteError:
             if attachment is not None:
-                attachment.backward.steps_are_over()
+                attachment.backward.step_was_skipped()
             raise
         except BaseException:
             # Nothing has been changed, and gradients stay where they are.
@@ -116,9 +117,9 @@ class SteppingOptimizer(BaseOptimizer):
         finally:
             self._state.refresh()
         if attachment is not None and outcome.skipped:
-            attachment.backward.steps_are_over(stepped)
+            attachment.backward.step_was_skipped()
         elif attachment is not None:
-            attachment.backward.after_step(stepped)
+            attachment.backward.after_step()
         if outcome.grad_norm is not None:
             self._last_grad_norm = outcome.grad_norm
         self._step_seconds = time.perf_counter() - began
@@ -126,8 +127,8 @@ class SteppingOptimizer(BaseOptimizer):
         if outcome.skipped:
             self._count_skipped(by_scaler=found_inf is not None and float(found_inf) != 0.0)
 
-    def _ready(self, attachment: Attachment | None) -> list[torch.Tensor]:
-        """Make what state there is to be, and raise what has failed; return what an attached step will take."""
+    def _ready(self, attachment: Attachment | None) -> None:
+        """Make what state there is to be, raise what has failed, let readers wait for what is to begin."""
         self._settle_others()
         self._adopt()
         if attachment is not None and attachment.roster.has_changed:
@@ -137,13 +138,10 @@ class SteppingOptimizer(BaseOptimizer):
             self._slots.bind_wanted(without_gradient=False)
         self._state.refresh()
         self._slots.settle()
-        if attachment is None:
-            return []
-        stepped = [*self._slots.with_device_gradient(), *attachment.backward.offloaded()]
-        self._core.wait([])  # raises what has failed since the last step, before anything is taken
-        # Before anything begins: an interrupt may come as soon as it has.
-        attachment.readers.expect(stepped)
-        return stepped
+        if attachment is not None:
+            self._core.wait([])  # raises what has failed since the last step, before anything is taken
+            # Before anything begins: an interrupt may come as soon as it has.
+            attachment.readers.expect_all()
 
     def _settle_others(self) -> None:
         """Wait for what other optimizers are doing to the same parameters."""
@@ -157,15 +155,6 @@ class SteppingOptimizer(BaseOptimizer):
             # It is copied into its plane, which must not be in use.
             self.synchronize()
             self._state.adopt()
-
-    @one_at_a_time
-    def _take_now(
-        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], settings: GroupSettings
-    ) -> list[torch.Tensor]:
-        """Begin the updates of one group's parameters whose gradients are complete; return those left to `step()`."""
-        self._slots.check_process()
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._core.update_now(parameters, grads, settings, seed=self._seed)
 
     def _take_one(self, parameter: torch.Tensor, grad: torch.Tensor, settings: GroupSettings) -> bool:
         """Begin the update of one parameter, in its hook; whether `step()` need not."""

@@ -78,6 +78,7 @@ def _seconds(device: torch.device, transfer: str) -> float:
             seed=0,
             chunk_elems=_NUMEL,
             attached=False,
+            lets_go=False,
         )
         torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)

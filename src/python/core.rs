@@ -236,21 +236,8 @@ impl Core {
         Ok(self.parameters.bindings[self.parameters.slot_of(parameter)?].place != Place::Host)
     }
 
-    /// Takes parameters of one group, each with a gradient, for an update that begins at once. Returns those that were not
-    /// taken: they are in host memory, or their strides ask for copies that `step` makes.
-    #[pyo3(signature = (parameters, grads, settings, *, seed))]
-    fn update_now<'py>(
-        slf: &Bound<'py, Self>,
-        parameters: Vec<Bound<'py, PyAny>>,
-        grads: &Bound<'py, PyList>,
-        settings: &GroupSettings,
-        seed: u64,
-    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let begun = slf.borrow_mut().begin_updates(slf.py(), parameters, grads, settings, seed)?;
-        submit(slf, begun)
-    }
-
-    /// As `update_now`, for one parameter, in a hook: whether it was taken.
+    /// Takes a parameter and its gradient for an update that begins at once, in a hook. Whether it was taken: not one in host
+    /// memory, or whose strides ask for copies that `step` makes.
     fn update_one<'py>(
         slf: &Bound<'py, Self>,
         parameter: &Bound<'py, PyAny>,
@@ -343,8 +330,10 @@ impl Core {
     }
 
     /// Steps every parameter of the groups that has a gradient. All of them must be bound.
+    /// `attached`: returns once engines have taken over, with parameters on devices marked as pending. `lets_go`: their
+    /// gradients are dropped once they are taken, or skipped.
     #[pyo3(signature = (groups, *, max_grad_norm, compute_grad_norm, nonfinite, grad_scale, found_inf, seed, chunk_elems,
-        attached))]
+        attached, lets_go))]
     fn step(
         &mut self,
         py: Python<'_>,
@@ -357,6 +346,7 @@ impl Core {
         seed: u64,
         chunk_elems: usize,
         attached: bool,
+        lets_go: bool,
     ) -> PyResult<StepOutcome> {
         let nonfinite = match nonfinite {
             "propagate" => NonFinite::Propagate,
@@ -391,12 +381,23 @@ impl Core {
         if grad_scale.is_some() {
             jobs.iter().flatten().try_for_each(|job| written.append(&job.keep))?;
         }
+        let mut on_devices = Vec::new();
+        if attached || lets_go {
+            let places = jobs.iter().zip(&self.parameters.bindings);
+            let taken = places.filter(|(job, _)| job.as_ref().is_some_and(|job| job.place() != Place::Host));
+            on_devices.extend(taken.map(|(_, binding)| binding.parameter.clone_ref(py)));
+        }
+        if attached {
+            // Before anything begins: other threads may read weights as soon as the interpreter is let go.
+            on_devices.iter().try_for_each(|parameter| self.parameters.reader.mark(parameter.bind(py)))?;
+        }
         let result = self.run(py, &pool, jobs, options, attached);
-        let changed = match &result {
-            Ok(report) => !report.skipped,
-            Err(error) => error.is_instance_of::<WorkerError>(py),
-        };
-        if changed {
+        let has_failed = result.as_ref().is_err_and(|error| error.is_instance_of::<WorkerError>(py));
+        if lets_go && (result.is_ok() || has_failed) {
+            let grad = intern!(py, "grad");
+            on_devices.iter().try_for_each(|parameter| parameter.bind(py).setattr(grad, py.None()))?;
+        }
+        if has_failed || result.as_ref().is_ok_and(|report| !report.skipped) {
             // A backward through a graph that saved the old values must fail, as it does after torch's own step.
             increment_version(py, &written)?;
         }

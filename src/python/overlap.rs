@@ -8,11 +8,11 @@ use super::lanes::{Lanes, Terms, offload_request, request};
 use super::parameters::Parameters;
 use super::tensor::{DType, Place};
 use crate::engine::lanes::Request;
-use crate::kernel::{AdamWConfig, Constants};
+use crate::kernel::AdamWConfig;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyTuple};
 use std::sync::Arc;
 
 /// What a parameter group says of an update, read once for all its parameters.
@@ -54,23 +54,6 @@ struct Ready {
     tensors: Tensors,
 }
 
-/// What the updates of one group in one backward have in common.
-struct EagerTerms {
-    config: AdamWConfig,
-    seed: u64,
-    /// The latest constants, and their step: most parameters of a group are at the same one.
-    latest: Option<(f64, Constants)>,
-}
-
-impl EagerTerms {
-    fn constants(&mut self, steps: f64) -> Constants {
-        match self.latest {
-            Some((known, constants)) if known == steps => constants,
-            _ => self.latest.insert((steps, self.config.constants(steps, 1.0))).1,
-        }
-    }
-}
-
 impl Core {
     /// Reads and checks a parameter and its gradient for an update that begins at once, and holds their memory. `None` for
     /// one that is in host memory, or whose strides ask for copies that `step` makes.
@@ -92,7 +75,7 @@ impl Core {
     }
 
     /// Counts the step of an update that is ready; its request, unless it has no elements.
-    fn eager_request(&mut self, ready: Ready, terms: &mut EagerTerms) -> Option<Request> {
+    fn eager_request(&mut self, ready: Ready, config: &AdamWConfig, seed: u64) -> Option<Request> {
         let Ready { index, tensors, .. } = ready;
         let next_use = self.parameters.next_use[index];
         let slot = &mut self.parameters.slots[index];
@@ -102,60 +85,15 @@ impl Core {
         if slot.spec.layout.numel() == 0 {
             return None;
         }
-        let constants = terms.constants(steps);
-        let (amsgrad, grad_scale, write_unscaled, seed) = (terms.config.amsgrad, None, false, terms.seed);
+        let constants = config.constants(steps, 1.0);
+        let (amsgrad, grad_scale, write_unscaled) = (config.amsgrad, None, false);
         let terms = Terms { index, steps, constants, seed, amsgrad, grad_scale, write_unscaled, next_use };
         let resident = self.parameters.bindings[index].resident.as_ref();
         // SAFETY: as in `step::requests`; autograd has produced the gradient just now, in memory of its own.
         Some(unsafe { request(slot, resident, None, tensors, &terms) })
     }
 
-    /// Takes parameters of one group, each with a gradient, for an update that begins at once. Returns those that were not
-    /// taken: see `ready_update`.
-    pub(super) fn begin_updates<'py>(
-        &mut self,
-        py: Python<'py>,
-        parameters: Vec<Bound<'py, PyAny>>,
-        grads: &Bound<'py, PyList>,
-        settings: &GroupSettings,
-        seed: u64,
-    ) -> PyResult<Begun<'py>> {
-        self.collect_failures()?;
-        let mut left = Vec::new();
-        let mut ready = Vec::with_capacity(parameters.len());
-        let mut written = Vec::with_capacity(parameters.len());
-        for (parameter, grad) in parameters.into_iter().zip(grads) {
-            if let Some(one) = self.ready_update(&parameter, &grad, settings)? {
-                written.push(parameter);
-                ready.push(one);
-            } else {
-                left.push(parameter);
-            }
-        }
-        if ready.is_empty() {
-            return Ok(Begun { submissions: Vec::new(), left });
-        }
-        // Before the first write: a backward that still needs the old values must fail.
-        let written = PyList::new(py, written)?;
-        increment_version(py, &written)?;
-        let mut terms = EagerTerms { config: settings.0, seed, latest: None };
-        let expected = ready.len();
-        let mut by_place: Vec<(Place, Vec<Request>)> = Vec::new();
-        for one in ready {
-            let place = one.place;
-            let Some(request) = self.eager_request(one, &mut terms) else { continue };
-            if let Some((_, requests)) = by_place.iter_mut().find(|(known, _)| *known == place) {
-                requests.push(request);
-            } else {
-                let mut requests = Vec::with_capacity(expected);
-                requests.push(request);
-                by_place.push((place, requests));
-            }
-        }
-        self.begun(py, by_place, left)
-    }
-
-    /// As `begin_updates`, for one parameter: `None` if it was not taken.
+    /// Takes a parameter and its gradient for an update that begins at once; `None`: see `ready_update`.
     pub(super) fn begin_update<'py>(
         &mut self,
         parameter: &Bound<'py, PyAny>,
@@ -169,8 +107,7 @@ impl Core {
         let written = PyTuple::new(py, [parameter])?;
         increment_version(py, &written)?;
         let place = ready.place;
-        let mut terms = EagerTerms { config: settings.0, seed, latest: None };
-        let by_place = self.eager_request(ready, &mut terms).map(|request| (place, vec![request]));
+        let by_place = self.eager_request(ready, &settings.0, seed).map(|request| (place, vec![request]));
         self.begun(py, by_place.into_iter().collect(), Vec::new()).map(Some)
     }
 

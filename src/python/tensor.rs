@@ -210,6 +210,16 @@ impl TensorReader {
         self.pending_type = Some(pending_type);
     }
 
+    /// Gives a parameter the class of those whose update is under way, if it is one that can have it.
+    pub(super) fn mark(&self, parameter: &Bound<'_, PyAny>) -> PyResult<()> {
+        match &self.pending_type {
+            Some(pending) if parameter.get_type().is(&self.parameter_type) => {
+                parameter.setattr(intern!(parameter.py(), "__class__"), pending)
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn is_plain(&self, kind: &Bound<'_, PyType>) -> bool {
         kind.is(&self.tensor_type)
             || kind.is(&self.parameter_type)
