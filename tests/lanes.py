@@ -125,6 +125,53 @@ class Twin:
                     assert_same(got[name].cpu(), value, f"{what} {name} of {number}")
 
 
+class Pair:
+    """Parameters on a device with an optimizer, attached or not, and their twin.
+
+    Parameters
+    ----------
+    params : iterable of Parameter
+        On the device. Attached, they are a model that is never called.
+    groups : callable, optional
+        Makes parameter groups from a list of parameters, for the optimizer and for its twin.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        groups: Callable[[list[Any]], list[Any]] | None = None,
+        *,
+        cls: Any = outboard.AdamW,
+        attached: bool = False,
+        **options: Any,
+    ) -> None:
+        self.params = list(params)
+        self.twin = Twin(self.params, cls, **options)
+        options = {"threads": 2, "chunk_elems": 9_000, **options}
+        if groups is not None:
+            with host_only():
+                numeric = {name: value for name, value in options.items() if name in NUMERIC}
+                self.twin.optimizer = cls(groups(self.twin.params), threads=1, **numeric)
+        self.opt = cls(self.params if groups is None else groups(self.params), **options)
+        self.model = torch.nn.ParameterList(self.params)
+        if attached:
+            self.opt.attach(self.model)
+
+    def step(self, scale: float = 1.0) -> None:
+        """Step both with the same random gradients."""
+        self.step_with([(torch.randn(p.shape) * scale).to(p.device, p.dtype) for p in self.params])
+
+    def step_with(self, grads: Iterable[torch.Tensor | None]) -> None:
+        """Step both with gradients on the device."""
+        for p, grad in zip(self.params, grads, strict=True):
+            set_grad(p, grad)
+        self.twin.step()
+        self.opt.step()
+
+    def check(self, what: str = "") -> None:
+        self.twin.check(self.opt, what)
+
+
 class TwinModel:
     """A copy of a model on its device, stepped by a host optimizer; computes gradients by itself."""
 
