@@ -139,6 +139,45 @@ def test_one_element_bias_in_its_own_group(lanes_device, mode, attached, dtype, 
     assert bool((params[-1].detach() != before).all())
 
 
+def free_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}["MemAvailable"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600, method="thread")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "cpu"},
+        {"mode": "gpu", "transfer": "staged"},
+        {"mode": "gpu", "transfer": "zero_copy", "chunk_elems": 1 << 32},
+        {"mode": "auto"},
+        {"device_state_bytes": 1.0},
+    ],
+    ids=str,
+)
+def test_more_than_2_31_elements(lanes_device, options) -> None:
+    """More than 2^31 elements: the tail is updated."""
+    numel = (1 << 31) + 10_007
+    state = 6 * numel
+    needed = state + (4 << 30) + (4 * numel if lanes_device.is_simulated else 0)
+    if free_bytes() < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of free memory, has {free_bytes() >> 30}")
+    if not lanes_device.is_simulated and torch.cuda.mem_get_info()[0] < 4 * numel + state:
+        pytest.skip("needs 21 GiB of free memory on the device")
+    p = torch.nn.Parameter(torch.zeros(numel, dtype=BF16, device=lanes_device.device))
+    p.grad = torch.ones_like(p.detach())
+    opt = outboard.AdamW([p], lr=0.5, state_dtype=BF16, weight_decay=0.0, compute_grad_norm=True, **options)
+    opt.step()
+    assert opt.stats()["elements"] == numel
+    assert opt.last_grad_norm == pytest.approx(numel**0.5, rel=1e-9)
+    for where in (slice(0, 5000), slice((1 << 31) - 5000, (1 << 31) + 5000), slice(numel - 5000, numel)):
+        assert bool((p.detach()[where] == -0.5).all())
+        assert bool((opt.state[p]["exp_avg"][where] > 0).all())
+    assert bool((p.detach() == -0.5).all())
+
+
 # ---- dtypes
 
 
