@@ -121,6 +121,70 @@ def test_resident_state_is_reset_written_and_copied(lanes_device, dtype) -> None
     rig.check("after copies")
 
 
+@pytest.mark.parametrize("share", [0, 1.0], ids=["on the host", "resident"])
+@pytest.mark.parametrize("how", ["load_state_dict", "update", "dict item", "data"])
+def test_planes_that_are_exchanged(lanes_device, share, how) -> None:
+    """Live state of one parameter for another, and of one moment for the other, arrives exchanged.
+
+    By `load_state_dict`, by the mapping, and behind its back.
+    """
+    params = [lanes_device.parameter(torch.randn(300)) for _ in range(2)]
+    opt = outboard.AdamW(params, device_state_bytes=share)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    twin = Twin(params)
+    keys = ("exp_avg", "exp_avg_sq")
+    before = [{key: opt.state[p][key].clone() for key in keys} for p in params]
+    live = [{key: opt.state[p][key] for key in keys} for p in params]
+    new = [{"exp_avg": of["exp_avg_sq"], "exp_avg_sq": of["exp_avg"]} for of in reversed(live)]
+    if how == "load_state_dict":
+        saved = opt.state_dict()
+        opt.load_state_dict({**saved, "state": {number: {"step": 1.0, **new[number]} for number in range(2)}})
+    elif how == "update":
+        opt.state.update(dict(zip(params, new, strict=True)))
+    elif how == "dict item":
+        for p, values in zip(params, new, strict=True):
+            dict.update(opt.state[p], values)
+    else:
+        values = [{key: value.data for key, value in of.items()} for of in new]
+        for of, replaced in zip(live, values, strict=True):
+            for key in keys:
+                of[key].data = replaced[key]
+    wanted = [{"exp_avg": of["exp_avg_sq"], "exp_avg_sq": of["exp_avg"]} for of in reversed(before)]
+    twin.optimizer.load_state_dict(
+        {
+            "state": {number: {"step": 1.0, **of} for number, of in enumerate(wanted)},
+            "param_groups": twin.optimizer.state_dict()["param_groups"],
+        }
+    )
+    for p in params:
+        p.grad = torch.randn_like(p)
+    twin.step()
+    opt.step()
+    twin.check(opt, how)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("look", ["step", "state_dict"])
+def test_resident_tensors_replaced_behind_our_back(lanes_device, look, dtype) -> None:
+    """`tensor.data = tensor.data.to(...)`, as loops over the state that move an optimizer do, moves no plane.
+
+    The engine went on with the old memory, which was free.
+    """
+    rig = Rig(lanes_device, 3000, 300, dtype=dtype, attached=False, device_state_bytes=1.0)
+    rig.train(2)
+    kept, new = [], torch.randn(3000)
+    for opt, p in ((rig.opt, rig.params[0]), (rig.twin.optimizer, rig.twin.twin.params[0])):
+        for key, tensor in opt.state[p].items():
+            kept.append(tensor.data)  # a plane that is used is to be there, so that this fails and does not crash
+            tensor.data = new.to(p.device, copy=True) if key == "exp_avg" else tensor.data.clone()
+    if look == "state_dict":
+        assert_same(rig.opt.state_dict()["state"][0]["exp_avg"].cpu(), new)
+    rig.train(2, 2)
+    rig.check()
+
+
 def test_resident_parameter_that_moves_is_refused(lanes_device) -> None:
     rig = Rig(lanes_device, device_state_bytes=1.0)
     rig.train(1)

@@ -69,8 +69,11 @@ class ParameterState(dict[str, Any]):
         """Store keys that are no planes."""
         super().update(extra)
 
-    def adopt(self) -> None:
-        """Copy into the planes what was put in their place past `__setitem__`: `dict.__setitem__`, `tensor.data =`."""
+    def take_foreign(self) -> dict[str, Any]:
+        """Return what was put in the planes' place past `__setitem__`, by `dict.__setitem__` or `tensor.data =`.
+
+        The planes are back in theirs.
+        """
         foreign = {
             name: self[name]
             for name, (tensor, address) in self._handed_out.items()
@@ -78,7 +81,7 @@ class ParameterState(dict[str, Any]):
         }
         if foreign:
             self.refresh()
-            self.update(foreign)
+        return foreign
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
@@ -280,9 +283,15 @@ class State(dict[torch.Tensor, Any]):
 
     def adopt(self) -> None:
         """Copy into the planes what has been put in their place past `__setitem__`."""
-        for state in list(self.values()):
-            if isinstance(state, ParameterState):
-                state.adopt()
+        # All before the first is written: two parameters may have exchanged theirs.
+        states = [state for state in self.values() if isinstance(state, ParameterState)]
+        foreign = [(state, found) for state in states if (found := state.take_foreign())]
+        if not foreign:
+            return
+        changes = [(state, *state.plan(found)) for state, found in foreign]
+        _checkpoint.commit(self._slots, [plan for _, plan, _ in changes])
+        for state, _, extra in changes:
+            state.keep(extra)
 
     def plain(self) -> dict[Any, Any]:
         """Return plain dicts of the same values."""
