@@ -199,6 +199,13 @@ class Backward:
         self._watches = opt._eager == "auto" and not self._is_proven
         if self._end() is None:
             self._follow_backward()
+        if self._takes:
+            try:
+                # In `step()` it would be too late: these updates would be undone.
+                opt._adopt()
+            except BaseException:
+                self._backwards -= 1
+                raise
         # Last: what other threads go by is known now.
         self._in_backward = True
 

@@ -69,19 +69,23 @@ class ParameterState(dict[str, Any]):
         """Store keys that are no planes."""
         super().update(extra)
 
-    def take_foreign(self) -> dict[str, Any]:
-        """Return what was put in the planes' place past `__setitem__`, by `dict.__setitem__` or `tensor.data =`.
+    def plan_foreign(self) -> _checkpoint.Plan | None:
+        """Check what was put in planes' place past `__setitem__`, by `dict.__setitem__` or `tensor.data =`, if any was.
 
-        The planes are back in theirs.
+        Return what copying it into the planes does. What is refused is put out of the planes' place.
         """
+        assert self._slots is not None
+        assert self._parameter is not None
         foreign = {
             name: self[name]
             for name, (tensor, address) in self._handed_out.items()
             if self.get(name) is not tensor or tensor.data_ptr() != address
         }
-        if foreign:
+        try:
+            return _checkpoint.plan(self._slots, self._parameter, foreign, partial=True) if foreign else None
+        except BaseException:
             self.refresh()
-        return foreign
+            raise
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
@@ -155,6 +159,8 @@ class State(dict[torch.Tensor, Any]):
         self._slots = slots
         #: How many parameters were listed when each that wanted state got it; -1 when some may lack it.
         self._complete_for = -1
+        #: Whether anybody can have put tensors into it past `__setitem__`.
+        self.is_handed_out = False
 
     def complete(self) -> None:
         """Make the state, all zeros, of each parameter that wants it and has none."""
@@ -272,6 +278,8 @@ class State(dict[torch.Tensor, Any]):
 
     def has_foreign(self) -> bool:
         """Whether a tensor has been put in a plane's place past `__setitem__`."""
+        if not self.is_handed_out:
+            return False
         # One loop: ten thousand parameters have forty thousand tensors.
         for state in self.values():
             if type(state) is ParameterState:
@@ -285,13 +293,10 @@ class State(dict[torch.Tensor, Any]):
         """Copy into the planes what has been put in their place past `__setitem__`."""
         # All before the first is written: two parameters may have exchanged theirs.
         states = [state for state in self.values() if isinstance(state, ParameterState)]
-        foreign = [(state, found) for state in states if (found := state.take_foreign())]
-        if not foreign:
-            return
-        changes = [(state, *state.plan(found)) for state, found in foreign]
-        _checkpoint.commit(self._slots, [plan for _, plan, _ in changes])
-        for state, _, extra in changes:
-            state.keep(extra)
+        changes = [(state, plan) for state in states if (plan := state.plan_foreign()) is not None]
+        for state, _ in changes:
+            state.refresh()
+        _checkpoint.commit(self._slots, [plan for _, plan in changes])
 
     def plain(self) -> dict[Any, Any]:
         """Return plain dicts of the same values."""
