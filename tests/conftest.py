@@ -53,6 +53,18 @@ def lanes_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return LanesDevice("cpu")
 
 
+@pytest.fixture(params=["cpu", "gpu", "auto"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Return each choice of lanes."""
+    return str(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "attached"])
+def attached(request: pytest.FixtureRequest) -> bool:
+    """Whether the optimizer is attached to a model."""
+    return bool(request.param)
+
+
 @pytest.fixture
 def small_ones_have_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let parameters of more than 50 elements have hooks, so that models may be small."""

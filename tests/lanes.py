@@ -125,6 +125,53 @@ class Twin:
                     assert_same(got[name].cpu(), value, f"{what} {name} of {number}")
 
 
+class Pair:
+    """Parameters on a device with an optimizer, attached or not, and their twin.
+
+    Parameters
+    ----------
+    params : iterable of Parameter
+        On the device. Attached, they are a model that is never called.
+    groups : callable, optional
+        Makes parameter groups from a list of parameters, for the optimizer and for its twin.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        groups: Callable[[list[Any]], list[Any]] | None = None,
+        *,
+        cls: Any = outboard.AdamW,
+        attached: bool = False,
+        **options: Any,
+    ) -> None:
+        self.params = list(params)
+        self.twin = Twin(self.params, cls, **options)
+        options = {"threads": 2, "chunk_elems": 9_000, **options}
+        if groups is not None:
+            with host_only():
+                numeric = {name: value for name, value in options.items() if name in NUMERIC}
+                self.twin.optimizer = cls(groups(self.twin.params), threads=1, **numeric)
+        self.opt = cls(self.params if groups is None else groups(self.params), **options)
+        self.model = torch.nn.ParameterList(self.params)
+        if attached:
+            self.opt.attach(self.model)
+
+    def step(self, scale: float = 1.0) -> None:
+        """Step both with the same random gradients."""
+        self.step_with([(torch.randn(p.shape) * scale).to(p.device, p.dtype) for p in self.params])
+
+    def step_with(self, grads: Iterable[torch.Tensor | None]) -> None:
+        """Step both with gradients on the device."""
+        for p, grad in zip(self.params, grads, strict=True):
+            set_grad(p, grad)
+        self.twin.step()
+        self.opt.step()
+
+    def check(self, what: str = "") -> None:
+        self.twin.check(self.opt, what)
+
+
 class TwinModel:
     """A copy of a model on its device, stepped by a host optimizer; computes gradients by itself."""
 
@@ -202,17 +249,72 @@ def train(model: Stack, optimizer: torch.optim.Optimizer, twin: TwinModel, steps
         twin.step()
 
 
+class BackwardFails(Exception):
+    """What a backward raises that is to fail."""
+
+
+class Fails(torch.autograd.Function):
+    """The identity, until its backward is to fail."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Fails.armed:
+            raise BackwardFails("asked for in backward")
+        return grad
+
+
+@contextmanager
+def backward_fails() -> Iterator[None]:
+    """Let every backward through `Fails` fail, and fail unless one did."""
+    Fails.armed = True
+    try:
+        yield
+    except BackwardFails:
+        return
+    finally:
+        Fails.armed = False
+    raise AssertionError("no backward has failed")
+
+
+class FailsInTheMiddle(Stack):
+    """A stack with `Fails` in front of its third layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self):
+            x = layer(Fails.apply(x) if number == 2 else x)
+        return x
+
+
+#: Elements of a `Rig`'s layers: all but the second are hooked by themselves under `small_ones_have_hooks`.
+RIG_SIZES = (3000, 5, 700, 66_000)
+
+
 class Rig:
-    """A model with an attached optimizer, and its twin."""
+    """A model with an optimizer, attached unless it is not to be, and its twin."""
 
     def __init__(
-        self, lanes_device: Any, *sizes: int, model: Any = None, cls: Any = outboard.AdamW, **options: Any
+        self,
+        lanes_device: Any,
+        *sizes: int,
+        model: Any = None,
+        dtype: Any = torch.float32,
+        cls: Any = outboard.AdamW,
+        attached: bool = True,
+        **options: Any,
     ) -> None:
-        model = Stack(*(sizes or (3000, 5, 700, 66_000))) if model is None else model
+        model = Stack(*(sizes or RIG_SIZES), dtype=dtype) if model is None else model
         self.model = model.to(lanes_device.device)
         self.twin = TwinModel(self.model, cls, **options)
         options = {"threads": 1, "chunk_elems": 5_000, **options}
-        self.opt = cls(self.model.parameters(), **options).attach(self.model)
+        self.opt = cls(self.model.parameters(), **options)
+        if attached:
+            self.opt.attach(self.model)
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -225,11 +327,21 @@ class Rig:
     def backward(self, step: int = 0) -> None:
         self.model.loss(step).backward()
 
+    def backward_both(self, step: int = 0) -> None:
+        """Compute gradients, and the twin its own."""
+        self.backward(step)
+        self.twin.model.loss(step).backward()
+
+    def step_both(self) -> None:
+        """Step, and let the twin follow."""
+        self.opt.step()
+        self.twin.step()
+
     def train(self, steps: int = 1, first: int = 0) -> None:
         train(self.model, self.opt, self.twin, steps, first)
 
-    def check(self) -> None:
-        self.twin.check(self.opt)
+    def check(self, what: str = "") -> None:
+        self.twin.check(self.opt, what)
 
     def proven(self) -> Rig:
         """After the clean step that eager='auto' wants to see."""

@@ -197,6 +197,27 @@ def test_state_tensors_replaced_behind_our_back(how) -> None:
         assert_same(optimizer.state_dict()["state"][0]["exp_avg"], oracle.exp_avg)
 
 
+@pytest.mark.parametrize("how", ["dict item", "data"])
+def test_state_tensors_exchanged_behind_our_back(how) -> None:
+    """Of two parameters: neither is written before both have been read."""
+    params = [leaf(torch.ones(50)) for _ in range(2)]
+    optimizer = outboard.AdamW(params)
+    for p in params:
+        p.grad = torch.randn(50)
+    optimizer.step()
+    states = [optimizer.state[p] for p in params]
+    tensors = [state["exp_avg"] for state in states]
+    wanted = [tensor.clone() for tensor in reversed(tensors)]
+    if how == "dict item":
+        for state, tensor in zip(states, reversed(tensors), strict=True):
+            dict.__setitem__(state, "exp_avg", tensor)
+    else:
+        tensors[0].data, tensors[1].data = tensors[1].data, tensors[0].data
+    saved = optimizer.state_dict()["state"]
+    for number in range(2):
+        assert_same(saved[number]["exp_avg"], wanted[number])
+
+
 def test_user_keys() -> None:
     optimizer, p, oracle = stepped()
     state = optimizer.state[p]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +165,33 @@ def test_other_settings_changed_between_backward_and_step(lanes_device, key) -> 
     rig.opt.param_groups[0][key] = new
     with pytest.raises(RuntimeError, match="changed between backward and step"):
         rig.opt.step()
+
+
+@pytest.mark.parametrize("lr", [0.5, 1e-3])
+def test_numpy_learning_rate_changed_between_backward_and_step(lanes_device, lr) -> None:
+    """Schedules made with numpy give its numbers, in fp32 too; an equal one is no change."""
+    rig = Rig(lanes_device, eager=True, lr=np.float32(1e-3))
+    rig.backward_both()
+    rig.opt.param_groups[0]["lr"] = np.float32(lr)
+    if lr == 0.5:
+        with pytest.raises(RuntimeError, match="changed between backward and step"):
+            rig.opt.step()
+    else:
+        rig.step_both()
+        rig.check()
+
+
+def test_the_users_own_keys_of_a_group_are_no_settings(lanes_device) -> None:
+    """Whatever they are, they may change between backward and step, and a scheduler may be made there."""
+    rig = Rig(lanes_device, eager=True)
+    for step, value in enumerate([torch.ones(2), torch.zeros(2), [1], math.nan, "decay", None]):
+        rig.backward_both(step)
+        rig.opt.param_groups[0]["own"] = value
+        if step == 3:
+            torch.optim.lr_scheduler.StepLR(rig.opt, 1, gamma=0.5)
+        rig.step_both()
+    assert rig.eager_updates == 6 * len(rig.params)
+    rig.check()
 
 
 def test_tensor_learning_rate_filled_between_backward_and_step(lanes_device) -> None:

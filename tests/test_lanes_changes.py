@@ -112,6 +112,40 @@ def test_settings_of_a_loaded_state_dict_are_used_in_backward(lanes_device, eage
 
 
 @pytest.mark.parametrize("eager", ["auto", True, False])
+@pytest.mark.parametrize("share", [0, 0.5, 1.0])
+@pytest.mark.parametrize("how", ["data", "dict item"])
+def test_state_moved_between_steps(lanes_device, eager, share, how) -> None:
+    """Loops over the state that move each tensor elsewhere: the next update uses what they leave, in backward too.
+
+    Updates that had begun in backward were undone by `step()`, which took over what was there before them.
+    """
+    rig = Rig(lanes_device, eager=eager, device_state_bytes=share)
+    for step in range(0, 6, 2):
+        rig.train(2, step)
+        for opt in (rig.opt, rig.twin.optimizer):
+            for state in opt.state.values():
+                for key, tensor in list(state.items()):
+                    moved = tensor.data.clone() if key == "step" else tensor.data * 1.5
+                    if how == "data":
+                        tensor.data = moved
+                    else:
+                        dict.__setitem__(state, key, moved)
+    rig.train(2, 6)
+    rig.check()
+    if how == "dict item" and eager is True:
+        # What is refused there has not begun anything.
+        kept = rig.opt.state[rig.params[2]]["exp_avg"]
+        dict.__setitem__(rig.opt.state[rig.params[2]], "exp_avg", torch.ones(3))
+        with pytest.raises(ValueError, match="exp_avg has shape"):
+            rig.backward(8)
+        rig.opt.state[rig.params[2]]["exp_avg"] = kept
+        rig.opt.zero_grad()
+        rig.train(2, 9)
+        rig.check()
+    assert (rig.eager_updates > 0) == (eager is not False)
+
+
+@pytest.mark.parametrize("eager", ["auto", True, False])
 def test_amsgrad_switched_on_later(lanes_device, eager) -> None:
     rig = Rig(lanes_device, eager=eager, betas=(0.5, 0.6))
     rig.train(3)

@@ -8,92 +8,45 @@ import pytest
 import torch
 
 import outboard
-from lanes import Layer, Stack, TwinModel, host_only, plain_grad
+from lanes import (
+    RIG_SIZES,
+    FailsInTheMiddle,
+    Rig,
+    Stack,
+    TwinModel,
+    backward_fails,
+    host_only,
+    plain_grad,
+)
 from oracle import assert_same
-from outboard import _roster
 
 # A test that hangs does so in native code, where a signal does not reach it.
-pytestmark = pytest.mark.timeout(60, method="thread")
+pytestmark = [pytest.mark.timeout(60, method="thread"), pytest.mark.usefixtures("small_ones_have_hooks")]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = (3000, 5, 700, 66_000)
 
 
-@pytest.fixture(autouse=True)
-def _small_ones_have_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let parameters of more than 50 elements have hooks, so that models may be small."""
-    monkeypatch.setattr(_roster, "TINY_ELEMS", 50)
+def offloading(lanes_device: Any, **options: Any) -> Rig:
+    """Make a model whose gradients are offloaded; its third layer can fail in backward."""
+    model = FailsInTheMiddle(*RIG_SIZES, dtype=options.pop("dtype", FP32))
+    return Rig(lanes_device, model=model, **{"offload_gradients": True, **options})
 
 
-class Fails(torch.autograd.Function):
-    """The identity, until its backward is to fail."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if Fails.armed:
-            raise MemoryError("asked for")
-        return grad
-
-
-class FailingLayer(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(Fails.apply(x))
-
-
-class Rig:
-    """A model whose gradients are offloaded, and its twin."""
-
-    def __init__(self, lanes_device: Any, *sizes: int, dtype: Any = FP32, **options: Any) -> None:
-        self.model = Stack(*(sizes or SIZES), dtype=dtype).to(lanes_device.device)
-        self.model[2].__class__ = FailingLayer
-        self.twin = TwinModel(self.model, **options)
-        options = {"threads": 1, "chunk_elems": 5_000, "offload_gradients": True, **options}
-        self.opt = outboard.AdamW(self.model.parameters(), **options).attach(self.model)
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        return list(self.model.parameters())
-
-    def backward(self, step: int = 0) -> None:
-        self.model.loss(step).backward()
-        self.twin.model.loss(step).backward()
-
-    def failing_backward(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loss = self.model.loss(5)
-        monkeypatch.setattr(Fails, "armed", True)
-        with pytest.raises(MemoryError):
-            loss.backward()
-        monkeypatch.setattr(Fails, "armed", False)
-        assert plain_grad(self.params[3]) is None, "it was offloaded"
-
-    def step(self) -> None:
-        self.opt.step()
-        self.twin.step()
-
-    def train(self, steps: int = 2, first: int = 0) -> None:
-        for step in range(first, first + steps):
-            self.backward(step)
-            self.step()
-
-    def check(self, what: str = "") -> None:
-        self.twin.check(self.opt, what)
+def failing_backward(rig: Rig) -> None:
+    with backward_fails():
+        rig.backward(5)
+    assert plain_grad(rig.params[3]) is None, "it was offloaded"
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("mode", ["cpu", "gpu", "auto"])
 def test_gradients_leave_in_backward(lanes_device, mode, dtype, clip) -> None:
-    rig = Rig(lanes_device, dtype=dtype, mode=mode, max_grad_norm=clip)
+    rig = offloading(lanes_device, dtype=dtype, mode=mode, max_grad_norm=clip)
     for step in range(3):
-        rig.backward(step)
+        rig.backward_both(step)
         assert all(plain_grad(p) is None for p in rig.params)
-        rig.step()
+        rig.step_both()
         if clip is not None:
             assert rig.opt.last_grad_norm == rig.twin.optimizer.last_grad_norm
     rig.check()
@@ -101,17 +54,19 @@ def test_gradients_leave_in_backward(lanes_device, mode, dtype, clip) -> None:
 
 def test_without_the_option_they_stay(lanes_device) -> None:
     """So that the test above can fail."""
-    rig = Rig(lanes_device, offload_gradients=False)
-    rig.backward()
+    rig = offloading(lanes_device, offload_gradients=False)
+    rig.backward_both()
     assert all(plain_grad(p) is not None for p in rig.params)
-    rig.step()
+    rig.step_both()
     rig.check()
 
 
 def test_host_memory_for_gradients(lanes_device) -> None:
     """The weight's size for each element; as a sum 4 bytes."""
     with_sum, kept, without = (
-        Rig(lanes_device, dtype=BF16, accumulation_steps=steps, offload_gradients=offloads).opt.stats()["arena_bytes"]
+        offloading(lanes_device, dtype=BF16, accumulation_steps=steps, offload_gradients=offloads).opt.stats()[
+            "arena_bytes"
+        ]
         for steps, offloads in ((2, True), (1, True), (1, False))
     )
     assert without <= kept <= with_sum
@@ -137,27 +92,27 @@ def test_norm_of_offloaded_gradients_in_logical_order(lanes_device) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_failed_backward_is_not_added_to_the_next(lanes_device, monkeypatch, dtype, steps) -> None:
+def test_a_failed_backward_is_not_added_to_the_next(lanes_device, dtype, steps) -> None:
     """`model.zero_grad()` does not know of what has been offloaded; a bf16 sum would end the dispatcher."""
-    rig = Rig(lanes_device, dtype=dtype, accumulation_steps=steps)
-    rig.failing_backward(monkeypatch)
+    rig = offloading(lanes_device, dtype=dtype, accumulation_steps=steps)
+    failing_backward(rig)
     rig.model.zero_grad()
     with pytest.raises(RuntimeError, match=r"a second gradient of one backward.*abandon"):
         rig.model.loss(1).backward()
     rig.opt.abandon()
     rig.twin.model.zero_grad()
     for step in range(steps):
-        rig.backward(step)
+        rig.backward_both(step)
     if dtype is FP32 or steps == 1:
-        rig.step()
+        rig.step_both()
         rig.check()
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "abandon"])
-def test_a_failed_backward_can_be_dropped(lanes_device, monkeypatch, how) -> None:
-    rig = Rig(lanes_device)
+def test_a_failed_backward_can_be_dropped(lanes_device, how) -> None:
+    rig = offloading(lanes_device)
     rig.train(2)
-    rig.failing_backward(monkeypatch)
+    failing_backward(rig)
     getattr(rig.opt, how)()
     rig.train(2, 2)
     rig.check()
@@ -165,7 +120,7 @@ def test_a_failed_backward_can_be_dropped(lanes_device, monkeypatch, how) -> Non
 
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_dropped_after_detach(lanes_device, again) -> None:
-    rig = Rig(lanes_device)
+    rig = offloading(lanes_device)
     rig.model.loss(3).backward()
     rig.opt.detach()
     rig.opt.zero_grad()
@@ -181,21 +136,21 @@ def test_gradients_dropped_after_detach(lanes_device, again) -> None:
 
 
 def test_gradients_used_after_detach(lanes_device) -> None:
-    rig = Rig(lanes_device)
-    rig.backward()
+    rig = offloading(lanes_device)
+    rig.backward_both()
     rig.opt.detach()
-    rig.step()
+    rig.step_both()
     rig.check()
 
 
 def test_a_refused_step_keeps_offloaded_gradients(lanes_device) -> None:
-    rig = Rig(lanes_device)
-    rig.backward()
+    rig = offloading(lanes_device)
+    rig.backward_both()
     rig.params[1].grad = torch.ones_like(rig.params[1])
     with pytest.raises(ValueError, match="beside the one that was offloaded"):
         rig.opt.step()
     rig.params[1].grad = None
-    rig.step()
+    rig.step_both()
     rig.train(2, 1)
     rig.check()
 

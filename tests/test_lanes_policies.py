@@ -76,11 +76,6 @@ class Rig:
         self.twin.check(self.opt, what)
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "attached"])
-def attached(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
 # ---- clipping and the norm
 
 

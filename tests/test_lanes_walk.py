@@ -10,63 +10,21 @@ import pytest
 import torch
 
 import outboard
-from lanes import Layer, Stack, Twin, TwinModel, host_only, plain_grad, set_grad, train
+from lanes import RIG_SIZES, Layer, Rig, Stack, Twin, TwinModel, host_only, plain_grad, set_grad, train
 from oracle import assert_same
-from outboard import _roster
 
 # A test that hangs does so in native code, where a signal does not reach it.
-pytestmark = pytest.mark.timeout(60, method="thread")
+pytestmark = [pytest.mark.timeout(60, method="thread"), pytest.mark.usefixtures("small_ones_have_hooks")]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 MODES = ("cpu", "gpu", "auto")
-SIZES = (3000, 5, 700, 66_000)
-
-
-@pytest.fixture(autouse=True)
-def _small_ones_have_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let parameters of more than 50 elements have hooks, so that models may be small."""
-    monkeypatch.setattr(_roster, "TINY_ELEMS", 50)
-
-
-class Rig:
-    """A model with an attached optimizer, and its twin."""
-
-    def __init__(
-        self, lanes_device: Any, *sizes: int, dtype: Any = FP32, attached: bool = True, **options: Any
-    ) -> None:
-        self.model = Stack(*(sizes or SIZES), dtype=dtype).to(lanes_device.device)
-        self.twin = TwinModel(self.model, **options)
-        self.opt = outboard.AdamW(self.model.parameters(), **{"threads": 1, "chunk_elems": 5_000, **options})
-        if attached:
-            self.opt.attach(self.model)
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        return list(self.model.parameters())
-
-    def backward(self, step: int = 0) -> None:
-        self.model.loss(step).backward()
-        self.twin.model.loss(step).backward()
-
-    def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
-        self.twin.step()
-
-    def train(self, steps: int = 2, first: int = 0) -> None:
-        for step in range(first, first + steps):
-            self.backward(step)
-            self.step()
-
-    def check(self, what: str = "") -> None:
-        self.twin.check(self.opt, what)
 
 
 # ---- the tests' own model
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("sizes", [SIZES, (70_000, 5, 90_000), (1, 300_000, 7)], ids=str)
+@pytest.mark.parametrize("sizes", [RIG_SIZES, (70_000, 5, 90_000), (1, 300_000, 7)], ids=str)
 def test_the_tests_have_gradients(dtype, sizes) -> None:
     """A twin shows a weight that was read too early by its gradients: not if these are all zero."""
     model = Stack(*sizes, dtype=dtype)
@@ -89,14 +47,14 @@ def test_resident_state(lanes_device, attached, share, mode) -> None:
     rig.opt.synchronize()
     stats = rig.opt.stats()
     # Of 24,000, 40, 5,600 and 528,000 bytes; 0.03 of all is 16,729.
-    resident = [SIZES[number] for number in {1.0: (0, 1, 2, 3), 0.03: (1, 2), 40_000: (0, 1, 2)}[share]]
+    resident = [RIG_SIZES[number] for number in {1.0: (0, 1, 2, 3), 0.03: (1, 2), 40_000: (0, 1, 2)}[share]]
     # `step` is counted with them.
     resident_bytes = 8 * sum(resident) + 8 * len(resident)
     assert stats["resident_bytes"] == resident_bytes
     assert stats["resident_parameters"] == len(resident)
     (device,) = stats["devices"].values()
     assert device["resident_elements"] == 3 * sum(resident)
-    assert stats["state_bytes"] + stats["resident_bytes"] == 8 * sum(SIZES) + 8 * len(SIZES)
+    assert stats["state_bytes"] + stats["resident_bytes"] == 8 * sum(RIG_SIZES) + 8 * len(RIG_SIZES)
     plan = rig.opt.plan()
     assert plan["device_bytes"]["state_resident"] == resident_bytes
     assert plan["resident_gib"] == resident_bytes / 2**30
@@ -156,11 +114,75 @@ def test_resident_state_is_reset_written_and_copied(lanes_device, dtype) -> None
         opt.param_groups[0]["amsgrad"] = True
     rig.train(2, 8)
     rig.check("after amsgrad")
-    rig.backward(9)
+    rig.backward_both(9)
     for other in (copy.deepcopy(rig.opt), pickle.loads(pickle.dumps(rig.opt))):
         assert other.stats()["resident_parameters"] == 4
-    rig.step()
+    rig.step_both()
     rig.check("after copies")
+
+
+@pytest.mark.parametrize("share", [0, 1.0], ids=["on the host", "resident"])
+@pytest.mark.parametrize("how", ["load_state_dict", "update", "dict item", "data"])
+def test_planes_that_are_exchanged(lanes_device, share, how) -> None:
+    """Live state of one parameter for another, and of one moment for the other, arrives exchanged.
+
+    By `load_state_dict`, by the mapping, and behind its back.
+    """
+    params = [lanes_device.parameter(torch.randn(300)) for _ in range(2)]
+    opt = outboard.AdamW(params, device_state_bytes=share)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    twin = Twin(params)
+    keys = ("exp_avg", "exp_avg_sq")
+    before = [{key: opt.state[p][key].clone() for key in keys} for p in params]
+    live = [{key: opt.state[p][key] for key in keys} for p in params]
+    new = [{"exp_avg": of["exp_avg_sq"], "exp_avg_sq": of["exp_avg"]} for of in reversed(live)]
+    if how == "load_state_dict":
+        saved = opt.state_dict()
+        opt.load_state_dict({**saved, "state": {number: {"step": 1.0, **new[number]} for number in range(2)}})
+    elif how == "update":
+        opt.state.update(dict(zip(params, new, strict=True)))
+    elif how == "dict item":
+        for p, values in zip(params, new, strict=True):
+            dict.update(opt.state[p], values)
+    else:
+        values = [{key: value.data for key, value in of.items()} for of in new]
+        for of, replaced in zip(live, values, strict=True):
+            for key in keys:
+                of[key].data = replaced[key]
+    wanted = [{"exp_avg": of["exp_avg_sq"], "exp_avg_sq": of["exp_avg"]} for of in reversed(before)]
+    twin.optimizer.load_state_dict(
+        {
+            "state": {number: {"step": 1.0, **of} for number, of in enumerate(wanted)},
+            "param_groups": twin.optimizer.state_dict()["param_groups"],
+        }
+    )
+    for p in params:
+        p.grad = torch.randn_like(p)
+    twin.step()
+    opt.step()
+    twin.check(opt, how)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("look", ["step", "state_dict"])
+def test_resident_tensors_replaced_behind_our_back(lanes_device, look, dtype) -> None:
+    """`tensor.data = tensor.data.to(...)`, as loops over the state that move an optimizer do, moves no plane.
+
+    The engine went on with the old memory, which was free.
+    """
+    rig = Rig(lanes_device, 3000, 300, dtype=dtype, attached=False, device_state_bytes=1.0)
+    rig.train(2)
+    kept, new = [], torch.randn(3000)
+    for opt, p in ((rig.opt, rig.params[0]), (rig.twin.optimizer, rig.twin.twin.params[0])):
+        for key, tensor in opt.state[p].items():
+            kept.append(tensor.data)  # a plane that is used is to be there, so that this fails and does not crash
+            tensor.data = new.to(p.device, copy=True) if key == "exp_avg" else tensor.data.clone()
+    if look == "state_dict":
+        assert_same(rig.opt.state_dict()["state"][0]["exp_avg"].cpu(), new)
+    rig.train(2, 2)
+    rig.check()
 
 
 def test_resident_parameter_that_moves_is_refused(lanes_device) -> None:
@@ -211,7 +233,7 @@ def test_rings_and_lanes_are_what_was_asked_for(lanes_device) -> None:
     _, large = device(device_ring_bytes=8 << 20, host_ring_bytes=32 << 20, chunk_elems=None)
     assert large["device_ring_bytes"] - small["device_ring_bytes"] == 7 << 20
     assert large["host_ring_bytes"] - small["host_ring_bytes"] == 30 << 20
-    total = 2 * sum(SIZES)
+    total = 2 * sum(RIG_SIZES)
     _, gpu = device(mode="gpu")
     assert (gpu["gpu_lane"]["elements"], gpu["cpu_lane"]["elements"]) == (total, 0)
     _, cpu = device(mode="cpu")
@@ -271,7 +293,7 @@ def test_a_plan_before_anything(lanes_device) -> None:
 
 
 def test_two_optimizers_with_a_half_of_a_model_each(lanes_device) -> None:
-    model = Stack(*SIZES).to(lanes_device.device)
+    model = Stack(*RIG_SIZES).to(lanes_device.device)
     twin = TwinModel(model)
     params, twins = list(model.parameters()), twin.twin.params
     with host_only():
@@ -296,10 +318,10 @@ def test_two_optimizers_with_a_half_of_a_model_each(lanes_device) -> None:
 def test_attached_and_detached_in_mid_flight(lanes_device, eager) -> None:
     rig = Rig(lanes_device, attached=False, eager=eager)
     for step in range(6):
-        rig.backward(step)
+        rig.backward_both(step)
         if step % 2:
             rig.opt.attach(rig.model)
-        rig.step()
+        rig.step_both()
         rig.model.zero_grad()
         if step % 2:
             rig.opt.detach()

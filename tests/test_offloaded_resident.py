@@ -11,7 +11,6 @@ import torch
 
 import outboard
 from lanes import Stack, Twin, is_pending, plain_grad
-from outboard import _roster
 
 pytestmark = pytest.mark.timeout(60, method="thread")
 
@@ -100,10 +99,10 @@ def test_wherever_the_gradient_is(lanes_device: Any, backwards: int, options: di
     case.check()
 
 
+@pytest.mark.usefixtures("small_ones_have_hooks")
 @pytest.mark.parametrize("eager", ["auto", True, False])
-def test_settings_of_eager(lanes_device: Any, monkeypatch: pytest.MonkeyPatch, eager: Any) -> None:
+def test_settings_of_eager(lanes_device: Any, eager: Any) -> None:
     """With eager=True and one backward the update uses the gradient where it is, as for all others."""
-    monkeypatch.setattr(_roster, "TINY_ELEMS", 50)
     case = Case(lanes_device, eager=eager, state_dtype=BF16)
     for number in range(4):
         case.step(number)

@@ -194,6 +194,13 @@ class Backward:
         self._watches = opt._eager == "auto" and not self._is_proven
         if self._end() is None:
             self._follow_backward()
+        if self._takes:
+            try:
+                # In `step()` it would be too late: these updates would be undone.
+                opt._adopt()
+            except BaseException:
+                self._backwards -= 1
+                raise
         # Last: what other threads go by is known now.
         self._in_backward = True
 
@@ -404,15 +411,20 @@ class Backward:
 
 
 def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what an update has used of a group."""
-    values = []
-    for key, value in group.items():
-        if key == "params":
-            continue
-        if isinstance(value, torch.Tensor):
-            value = value.item()
-        elif key == "betas":
-            value = tuple(float(beta) for beta in value)
-        if isinstance(value, (int, float, bool, str, tuple)) or value is None:
-            values.append((key, value))
-    return tuple(values)
+    """Return what an update uses of a group; the user's own keys are none of it."""
+    numbers = [group.get(key) for key in ("lr", "eps", "weight_decay")]
+    betas = group.get("betas")
+    numbers += betas if isinstance(betas, (tuple, list)) else [betas]
+    switches = [bool(group.get(key)) for key in ("amsgrad", "maximize", "decoupled_weight_decay")]
+    return (*map(_number, numbers), *switches)
+
+
+def _number(value: Any) -> Any:
+    """Return a number, as torch, numpy or Python has it, so that equal ones compare equal; else the value."""
+    if isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return value  # which reading the settings refuses
+    return number if number == number else "nan"

@@ -134,10 +134,12 @@ def commit(slots: Slots, plans: list[Plan], reset: Iterable[torch.Tensor] = ()) 
     """
     slots.bind([item.parameter for item in plans])
     planes = {id(item.parameter): slots.planes(item.parameter) for item in plans}
+    resident = slots.resident.addresses()
     for item in plans:
         for key, tensor in item.tensors.items():
             target = planes[id(item.parameter)].get(key)
             is_state = tensor.device.type == "cpu" and slots.core.holds(tensor.data_ptr())
+            is_state = is_state or (bool(resident) and tensor.untyped_storage().data_ptr() in resident)
             if is_state and (target is None or not _is_same(tensor, target)):
                 item.tensors[key] = tensor.clone()
     for parameter in reset:

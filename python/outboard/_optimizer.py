@@ -50,7 +50,7 @@ class OffloadedOptimizer(SteppingOptimizer):
         """
         self.synchronize()
         self._state.complete()
-        self._state.is_shared = True
+        self._state.is_handed_out = True
         return self._state
 
     @state.setter

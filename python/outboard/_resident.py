@@ -84,6 +84,15 @@ class ResidentPlanes:
             if planes:
                 self._left[parameter.device] += sum(plane.nbytes for plane in planes.values())
 
+    def views(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return tensors over a resident parameter's planes: `tensor.data = ...` on one moves no plane."""
+        with torch.inference_mode(False):
+            return {name: plane.detach() for name, plane in self.tensors.get(parameter, {}).items()}
+
+    def addresses(self) -> set[int]:
+        """Return where the storages of all planes are."""
+        return {plane.untyped_storage().data_ptr() for planes in self.tensors.values() for plane in planes.values()}
+
     def zero(self, parameter: torch.Tensor) -> None:
         """Set a resident parameter's planes to zero."""
         for plane in self.tensors.get(parameter, {}).values():

@@ -187,7 +187,7 @@ class Slots:
             planes = {name: from_dlpack(plane) for name, plane in self.core.planes(parameter)}
         # Empty planes share their address with whatever comes next, and torch.save refuses two dtypes at one.
         planes = {name: tensor if tensor.numel() else torch.empty_like(tensor) for name, tensor in planes.items()}
-        return {**planes, **self.resident.tensors.get(parameter, {})}
+        return {**planes, **self.resident.views(parameter)}
 
     # ---- the fp32 values behind weights
 

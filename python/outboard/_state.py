@@ -69,16 +69,23 @@ class ParameterState(dict[str, Any]):
         """Store keys that are no planes."""
         super().update(extra)
 
-    def adopt(self) -> None:
-        """Copy into the planes what was put in their place past `__setitem__`: `dict.__setitem__`, `tensor.data =`."""
+    def plan_foreign(self) -> _checkpoint.Plan | None:
+        """Check what was put in planes' place past `__setitem__`, by `dict.__setitem__` or `tensor.data =`, if any was.
+
+        Return what copying it into the planes does. What is refused is put out of the planes' place.
+        """
+        assert self._slots is not None
+        assert self._parameter is not None
         foreign = {
             name: self[name]
             for name, (tensor, address) in self._handed_out.items()
             if self.get(name) is not tensor or tensor.data_ptr() != address
         }
-        if foreign:
+        try:
+            return _checkpoint.plan(self._slots, self._parameter, foreign, partial=True) if foreign else None
+        except BaseException:
             self.refresh()
-            self.update(foreign)
+            raise
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
@@ -152,8 +159,8 @@ class State(dict[torch.Tensor, Any]):
         self._slots = slots
         #: How many parameters were listed when each that wanted state got it; -1 when some may lack it.
         self._complete_for = -1
-        #: Whether anybody outside may have its tensors.
-        self.is_shared = False
+        #: Whether anybody can have put tensors into it past `__setitem__`.
+        self.is_handed_out = False
 
     def complete(self) -> None:
         """Make the state, all zeros, of each parameter that wants it and has none."""
@@ -272,13 +279,16 @@ class State(dict[torch.Tensor, Any]):
     def has_foreign(self) -> bool:
         """Whether a tensor has been put in a plane's place past `__setitem__`."""
         # Natively, and not before there can be any: ten thousand parameters have forty thousand tensors, 9 ms a step.
-        return self.is_shared and self._slots.core.has_foreign(self, ParameterState)
+        return self.is_handed_out and self._slots.core.has_foreign(self, ParameterState)
 
     def adopt(self) -> None:
         """Copy into the planes what has been put in their place past `__setitem__`."""
-        for state in list(self.values()):
-            if isinstance(state, ParameterState):
-                state.adopt()
+        # All before the first is written: two parameters may have exchanged theirs.
+        states = [state for state in self.values() if isinstance(state, ParameterState)]
+        changes = [(state, plan) for state in states if (plan := state.plan_foreign()) is not None]
+        for state, _ in changes:
+            state.refresh()
+        _checkpoint.commit(self._slots, [plan for _, plan in changes])
 
     def plain(self) -> dict[Any, Any]:
         """Return plain dicts of the same values."""

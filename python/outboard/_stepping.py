@@ -149,6 +149,7 @@ class SteppingOptimizer(BaseOptimizer):
         if _pending.are_pending(0 if attachment is None else attachment.readers.count_pending()):
             _pending.settle_others(self._slots.listed(), None if attachment is None else attachment.readers.waiter)
 
+    @one_at_a_time
     def _adopt(self) -> None:
         """Take over state tensors that others have replaced; what has landed is compared only."""
         if self._state.has_foreign():
