@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outboard
 from oracle import assert_same
+from outboard import _roster
 from outboard._lanes import LaneOptions
 from outboard._pending import PendingParameter
 
@@ -323,6 +324,11 @@ class Rig:
     @property
     def eager_updates(self) -> int:
         return self.opt.stats()["eager_updates"]
+
+    @property
+    def hooked(self) -> int:
+        """How many parameters have hooks: those that can be updated in backward."""
+        return sum(p.numel() > _roster.TINY_ELEMS for p in self.params)
 
     def backward(self, step: int = 0) -> None:
         self.model.loss(step).backward()

@@ -36,7 +36,7 @@ def test_checkpointing_without_reentry(lanes_device) -> None:
     model.times = 2
     rig = Rig(lanes_device, model=model, eager=True)
     rig.train(3)
-    assert rig.eager_updates == 9
+    assert rig.eager_updates == 3 * rig.hooked > 0
     rig.check()
 
 
@@ -87,7 +87,7 @@ def test_accumulation(lanes_device, eager) -> None:
         rig.opt.step()
         rig.opt.zero_grad()
         rig.twin.step()
-    assert rig.eager_updates == {"auto": 12, True: 16, False: 0}[eager]
+    assert rig.eager_updates == {"auto": 3, True: 4, False: 0}[eager] * rig.hooked
     rig.check()
 
 
@@ -261,7 +261,7 @@ def test_checkpointing_with_accumulation(lanes_device, eager, kind) -> None:
         rig.opt.abandon()
         return
     accumulate(rig, 3)
-    assert rig.eager_updates == {True: 9, "auto": 0 if kind == "twice" else 6, False: 0}[eager]
+    assert rig.eager_updates == {True: 3, "auto": 0 if kind == "twice" else 2, False: 0}[eager] * rig.hooked
     rig.check()
     rig.backward(0)
     rig.backward(1)
@@ -301,7 +301,7 @@ def test_a_gradient_penalty_of_checkpoints_is_no_backward(lanes_device) -> None:
             loss(m, step + 5).backward()
         rig.opt.step()
         rig.twin.step()
-    assert rig.eager_updates == 6
+    assert rig.eager_updates == 2 * rig.hooked > 0
     rig.check()
 
 
@@ -321,7 +321,7 @@ def test_a_checkpointed_backward_that_raises_is_forgotten(lanes_device) -> None:
     handle.remove()
     rig.opt.abandon()
     accumulate(rig)
-    assert rig.eager_updates == 6
+    assert rig.eager_updates == 2 * rig.hooked > 0
     rig.check()
 
 
@@ -347,7 +347,7 @@ def test_backwards_on_another_thread(lanes_device) -> None:
     thread = threading.Thread(target=accumulate, args=(rig,))
     thread.start()
     thread.join()
-    assert rig.eager_updates == 6
+    assert rig.eager_updates == 2 * rig.hooked > 0
     rig.check()
 
 

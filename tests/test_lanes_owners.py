@@ -72,7 +72,7 @@ def test_the_optimizer_goes_while_its_state_is_in_use(lanes_device) -> None:
 
 def test_dropped_with_work_under_way_many_times(lanes_device) -> None:
     for round_ in range(40):
-        rig = Rig(lanes_device, 70_000, 5, 700, eager=round_ % 2 == 0)
+        rig = Rig(lanes_device, 70_000, 60, 700, eager=round_ % 2 == 0)
         rig.backward(round_)
         if round_ % 3:
             rig.opt.step()
@@ -103,7 +103,7 @@ def test_the_model_goes_before_its_optimizer(lanes_device) -> None:
 @pytest.mark.parametrize("moment", ["idle", "in backward", "after step"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "copy of modules"])
 def test_copies_of_an_attached_model(lanes_device, moment, how, tmp_path) -> None:
-    rig = Rig(lanes_device, model=None, eager=True)
+    rig = Rig(lanes_device, 3000, 60, 700, 66_000, eager=True)
     rig.train(2)
     if moment != "idle":
         rig.backward(2)
