@@ -334,6 +334,7 @@ impl Core {
     /// gradients are dropped once they are taken, or skipped.
     #[pyo3(signature = (groups, *, max_grad_norm, compute_grad_norm, nonfinite, grad_scale, found_inf, seed, chunk_elems,
         attached, lets_go))]
+    #[allow(clippy::fn_params_excessive_bools)] // keywords, of one caller
     fn step(
         &mut self,
         py: Python<'_>,

@@ -9,7 +9,7 @@ use crate::device::DeviceGrad;
 use crate::engine::lanes::Request;
 use crate::engine::{self, GradView, Slot, StepOptions, StepReport, Update, Verdict};
 use crate::error::Error;
-use crate::kernel::Isa;
+use crate::kernel::{AdamWConfig, Constants, Isa};
 use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -249,12 +249,18 @@ fn requests<'py>(
 ) -> Requests<'py> {
     let mut by_party: Vec<Vec<Request>> = (0..parties).map(|_| Vec::new()).collect();
     let (mut stand_ins, mut scaled) = (Vec::new(), Vec::new());
+    // Most parameters of a group are at the same step.
+    let mut latest: Option<(AdamWConfig, f64, Constants)> = None;
     for DeviceJob { index, slot, mut job, party } in jobs {
         let steps = slot.steps() + 1.0;
         slot.set_steps(steps);
         if slot.spec.layout.numel() == 0 {
             continue;
         }
+        let constants = match &latest {
+            Some((config, at, constants)) if *at == steps && *config == job.config => *constants,
+            _ => latest.insert((job.config, steps, job.config.constants(steps, verdict.clip))).2,
+        };
         let unscales = options.grad_scale.is_some() && !attached;
         let is_copy = job.grad.data != job.original_grad;
         if unscales && is_copy {
@@ -263,7 +269,7 @@ fn requests<'py>(
         let terms = Terms {
             index,
             steps,
-            constants: job.config.constants(steps, verdict.clip),
+            constants,
             seed: options.seed,
             amsgrad: job.config.amsgrad,
             grad_scale: options.grad_scale,
