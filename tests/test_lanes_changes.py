@@ -216,7 +216,10 @@ def test_several_models(lanes_device) -> None:
 
 def test_attaching_twice(lanes_device) -> None:
     rig = Rig(lanes_device)
-    rig.opt.attach(rig.model)
+    hooks = [len(module._forward_pre_hooks) for module in rig.model.modules()]
+    for _ in range(3):
+        rig.opt.attach(rig.model)
+    assert [len(module._forward_pre_hooks) for module in rig.model.modules()] == hooks
     rig.train(4)
     assert rig.eager_updates == 3 * rig.hooked > 0
     rig.check()

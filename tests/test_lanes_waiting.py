@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import outboard
 from lanes import (
     Rig,
+    Stack,
     assert_untouched,
     is_pending,
 )
@@ -147,6 +149,88 @@ def test_a_step_in_the_middle_of_threads_that_read(lanes_device) -> None:
         rig.twin.model.loss(step).backward()
         rig.twin.step()
     rig.check()
+
+
+@pytest.mark.parametrize("call", ["synchronize", "state_dict", "state", "weights"])
+@pytest.mark.parametrize("eager", ["auto", True, False])
+def test_another_thread_waits_while_updates_begin(lanes_device, eager, call) -> None:
+    """What begins after its wait keeps its mark: the next forward reads no weight too early."""
+    rig = Rig(lanes_device, 90_000, 80_000, 70_000, eager=eager)
+    stop, errors = threading.Event(), []
+
+    def wait() -> None:
+        try:
+            while not stop.is_set():
+                if call == "weights":
+                    for p in rig.params:
+                        p.detach().sum()
+                elif call == "state":
+                    rig.opt.state  # noqa: B018
+                else:
+                    getattr(rig.opt, call)()
+                time.sleep(5e-4)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        for step in range(60):
+            rig.backward(step)
+            rig.opt.step()
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == []
+    for step in range(60):
+        rig.twin.model.loss(step).backward()
+        rig.twin.step()
+    rig.check()
+
+
+def test_no_thread_comes_between_a_mark_and_its_update(lanes_device, monkeypatch) -> None:
+    rig = Rig(lanes_device, eager=True)
+    take, threads, marked = rig.opt._take_one, [], []
+
+    def take_slowly(parameter: torch.Tensor, *others: object) -> bool:
+        threads.append(threading.Thread(target=rig.opt.synchronize))
+        threads[-1].start()
+        threads[-1].join(0.1)
+        taken = take(parameter, *others)
+        marked.append(is_pending(parameter))
+        return taken
+
+    monkeypatch.setattr(rig.opt, "_take_one", take_slowly)
+    rig.backward()
+    assert marked == [True] * rig.hooked
+    for thread in threads:
+        thread.join()
+    rig.opt.step()
+    rig.twin.model.loss().backward()
+    rig.twin.step()
+    rig.check()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("listed", ["in order", "reversed"])
+def test_updates_come_in_the_order_of_the_first_forward(lanes_device, listed, eager) -> None:
+    """However the optimizer lists them; in backward the last ones have begun before the first are known."""
+    model = Stack(*[70_000] * 6).to(lanes_device.device)
+    named = list(model.named_parameters())
+    if listed == "reversed":
+        named.reverse()
+    opt = outboard.AdamW(named, threads=1, mode="cpu", eager=eager).attach(model)
+    opt.record_timeline(True)
+    for step in range(3):
+        model.loss(step).backward()
+        opt.step()
+        opt.synchronize()
+        chunks = sorted((start, name) for lane, name, start, _ in opt.take_timeline() if lane == "cpu lane")
+        taken = [name for _, name in chunks]
+        assert len(taken) == 6
+        if not eager:
+            assert taken == sorted(taken)
+    opt.close()
 
 
 # ---- detach

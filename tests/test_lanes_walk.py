@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -255,6 +256,7 @@ def test_pinned_and_pageable_bytes(lanes_device, mode, pin) -> None:
     assert (stats["pinned_bytes"] > 0, stats["pageable_bytes"] > 0) == (pinned, not pinned)
     assert plan["host_bytes"]["state_pinned"] == stats["pinned_bytes"]
     assert plan["host_bytes"]["state_pageable"] == stats["pageable_bytes"]
+    assert plan["host_bytes"]["gradients_pinned"] == plan["host_bytes"]["gradients_pageable"] == 0
     assert plan["host_bytes"]["rings_pinned"] > 64 << 20
     (device,) = stats["devices"].values()
     if not pinned:
@@ -336,3 +338,93 @@ def test_a_twin_is_on_the_host() -> None:
     assert twin.optimizer.stats()["devices"] == {}
     model = Stack(5, 6)
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), TwinModel(model, lr=0.0, weight_decay=0.0), 1)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_plan_tells_gradients_from_state(lanes_device, steps) -> None:
+    rig = Rig(lanes_device, 70_000, 3_000, offload_gradients=True, accumulation_steps=steps, dtype=BF16)
+    bytes_ = rig.opt.plan()["host_bytes"]
+    assert bytes_["gradients_pinned"] == 73_000 * (2 if steps == 1 else 4)
+    assert bytes_["gradients_pageable"] == 0
+    assert bytes_["state_pinned"] + bytes_["gradients_pinned"] == rig.opt.stats()["pinned_bytes"]
+
+
+def test_a_share_of_the_state_is_a_share_of_what_is_added_too(lanes_device) -> None:
+    rig = Rig(lanes_device, 70_000, 3_000, device_state_bytes=1.0, eager=False)
+    rig.train(2)
+    more = Stack(66_000, 60).to(lanes_device.device)
+    rig.opt.add_param_group({"params": more.parameters()})
+    rig.opt.attach(more)
+    rig.train(1, 2)
+    more.loss(1).backward()
+    rig.opt.step()
+    assert rig.opt.stats()["resident_parameters"] == 4
+    fixed = Rig(lanes_device, 70_000, 3_000, device_state_bytes=70_000 * 8)
+    fixed.opt.add_param_group({"params": Stack(66_000).to(lanes_device.device).parameters()})
+    fixed.opt.state  # noqa: B018
+    assert fixed.opt.stats()["resident_parameters"] == 1
+
+
+def test_flushing_denormals_changes_no_bits(lanes_device) -> None:
+    """Also not those of constants: an eps this small is one in fp32."""
+    rig = Rig(lanes_device, 70_000, 60, eps=1e-40, lr=1e-3)
+    rig.train(1)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot flush denormals")
+        # The twin's kernels are the host's, which other tests hold to this.
+        rig.train(3, 1)
+    finally:
+        torch.set_flush_denormal(False)
+    rig.check()
+
+
+@pytest.mark.parametrize("options", [{"eager": True}, {"offload_gradients": True}])
+def test_a_scaler_is_refused_whatever_the_sizes(lanes_device, options) -> None:
+    """Also where no gradient has been used in backward: another batch's might be."""
+    rig = Rig(lanes_device, 3, 5, **options)
+    rig.backward()
+    rig.opt.grad_scale, rig.opt.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    with pytest.raises(RuntimeError, match=r"eager=False|offload_gradients=False"):
+        rig.opt.step()
+
+
+@pytest.mark.parametrize("name", ["mode", "eager", "accumulation_steps", "offload_gradients"])
+def test_options_that_stay_as_they_are(lanes_device, name) -> None:
+    rig = Rig(lanes_device)
+    before = getattr(rig.opt, name)
+    with pytest.raises(AttributeError):
+        setattr(rig.opt, name, before)
+
+
+@pytest.mark.parametrize("name", ["host_ring_bytes", "max_waiting_bytes", "accumulation_steps", "chunk_elems"])
+def test_counts_are_named_when_refused_and_may_be_numpys(lanes_device, name) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    if name != "chunk_elems":
+        with pytest.raises(TypeError, match=f"{name} must be an int, not None"):
+            outboard.AdamW([parameter], **{name: None})
+    outboard.AdamW([parameter], **{name: np.int64(1 << 20)})
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_poisoned_parameter_stops_steps_without_it(lanes_device, attached) -> None:
+    rig = Rig(lanes_device, 70_000, 700, attached=attached, mode="cpu", eager=False)
+    rig.train(1)
+
+    def step_and_wait() -> None:
+        rig.opt.step()
+        rig.opt.synchronize()
+
+    rig.opt._core.fail_next_step(rig.params[1], 3)
+    rig.backward(1)
+    with pytest.raises(outboard.WorkerError):
+        step_and_wait()
+    for p in rig.params:
+        set_grad(p, None)
+    with pytest.raises(outboard.PoisonedError):
+        rig.opt.step()
+    set_grad(rig.params[0], torch.ones_like(rig.params[0]))
+    with pytest.raises(outboard.PoisonedError):
+        rig.opt.step()
+    rig.opt.reset(rig.params[1])
+    rig.opt.step()

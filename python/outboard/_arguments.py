@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -96,8 +97,9 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
 
 def check_count(name: str, value: object, most: int = 2**62) -> int:
     """Return `value` as an int from 1 to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, not {value!r}")
+    value = operator.index(value)
     if not 1 <= value <= most:
         raise ValueError(f"{name} must be at least 1 and at most {most}, not {value}")
     return value

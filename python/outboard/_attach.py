@@ -41,6 +41,8 @@ class Attachment:
         #: What a gradient hook calls.
         self.gradient_is_ready = self.backward.gradient_is_ready
         self._handles: list[Any] = []
+        #: The models that have been attached, and compiled modules in them: each is hooked once.
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def add(self, model: torch.nn.Module) -> None:
         """Put hooks on a model's modules and on the parameters that the optimizer has of it."""
@@ -56,10 +58,13 @@ class Attachment:
         compiled: set[torch.nn.Module] = set()
         for module in model.modules():
             if getattr(module, "_compiled_call_impl", None) is not None:
-                self._handles.append(_CompiledCall(self, module))
+                if not any(isinstance(call, _CompiledCall) and call.is_on(module) for call in self._handles):
+                    self._handles.append(_CompiledCall(self, module))
                 compiled.update(module.modules())
             elif type(module).__name__ == "OptimizedModule":
-                self._handles.append(module.register_forward_pre_hook(_CompiledHook(self), prepend=True))
+                if module not in self._models:
+                    self._handles.append(module.register_forward_pre_hook(_CompiledHook(self), prepend=True))
+                self._models.add(module)
                 compiled.update(inner for inner in module.modules() if inner is not module)
         for module in model.modules():
             own: dict[str, torch.Tensor] = {
@@ -67,17 +72,19 @@ class Attachment:
             }
             if not own:
                 continue
-            uses = self.readers.add(module, own)
-            if module not in compiled:
+            uses, is_new = self.readers.add(module, own)
+            if is_new and module not in compiled:
                 self._handles.append(module.register_forward_pre_hook(_ForwardHook(self, uses), prepend=True))
-        if model not in compiled:
+        if model not in compiled and model not in self._models:
             self._handles.append(model.register_forward_pre_hook(_ModelHook(self), prepend=True))
+        self._models.add(model)
 
     def remove(self) -> None:
         """Take all hooks off; what is under way has been completed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._models.clear()
         self.roster.remove()
         self.readers.settled()
 

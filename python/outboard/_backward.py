@@ -185,7 +185,8 @@ class Backward:
         steps = opt._lanes.accumulation_steps
         if self._backwards >= steps and (steps > 1 or self._offloaded):
             raise RuntimeError(
-                f"this is backward {self._backwards + 1} since the last step(), and accumulation_steps is {steps}"
+                f"this is backward {self._backwards + 1} since the last step(), and accumulation_steps is {steps}: "
+                "call step() after so many, or declare more; zero_grad() of the optimizer drops what has come so far"
             )
         self._readers.order_is_known()
         self._backwards += 1
@@ -219,10 +220,12 @@ class Backward:
         opt = self._opt
         settings = self._settings_of(group)
         version = grad._version
-        # Before its update begins: an interrupt may come as soon as it has.
-        self._readers.expect(parameter, key)
-        if not opt._take_one(parameter, grad, settings):
-            return
+        # Both in one turn: a thread that waits for everything in between would take the mark off.
+        with opt._lock:
+            # Before its update begins: an interrupt may come as soon as it has.
+            self._readers.expect(parameter, key)
+            if not opt._take_one(parameter, grad, settings):
+                return
         keeps = opt._eager == "auto"
         self._taken.add(parameter, key, grad if keeps else None, version)
         if not keeps:
@@ -266,10 +269,6 @@ class Backward:
                 self._offloaded[id(parameter)] = parameter
                 self._times_offloaded[id(parameter)] += 1
 
-    def offloaded(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are in host memory."""
-        return list(self._offloaded.values())
-
     def backward_has_ended(self) -> None:
         """Offload the gradients of those that have no hooks; `step()` takes them otherwise."""
         self._end = nothing
@@ -291,7 +290,7 @@ class Backward:
         """Check that what backward has begun is what `step()` is to complete."""
         opt = self._opt
         self._roster.refresh()
-        if self._offloaded and scaled:
+        if opt._lanes.offload_gradients and scaled and self._roster.overlaps:
             raise RuntimeError(
                 "a gradient scaler cannot unscale gradients that have been offloaded: use offload_gradients=False"
             )
@@ -303,21 +302,27 @@ class Backward:
                 )
             if scaled:
                 raise RuntimeError(
-                    "a gradient scaler came after updates had begun in backward, with scaled gradients: use eager=False"
+                    "a gradient scaler came after updates had begun in backward, with scaled gradients: use "
+                    "eager=False; abandon() gives this step up"
                 )
             if opt._needs_all_gradients():
                 raise RuntimeError(
                     "clipping, a norm or a check of all gradients was switched on between backward and step(), after "
-                    "updates had begun in backward: switch it on after step()"
+                    "updates had begun in backward: switch it on after step(); abandon() gives this step up"
                 )
             for group in opt.param_groups:
                 used = self._settings.get(id(group))
                 if used is not None and used[0] != _settings(group):
                     raise RuntimeError(
                         "a parameter group's settings (lr, betas, ...) changed between backward and step(), after they "
-                        "had been used: change them after step(), as torch's schedulers do, or use eager=False"
+                        "had been used: change them after step(), as torch's schedulers do, or use eager=False; "
+                        "abandon() gives this step up"
                     )
             self._check_taken()
+        elif opt._eager is True and scaled and self._roster.overlaps:
+            raise RuntimeError(
+                "a gradient scaler unscales gradients in step(), and eager=True uses them in backward: use eager=False"
+            )
         elif opt._eager == "auto" and not self._is_proven:
             is_one_step = 0 < self._backwards <= opt._lanes.accumulation_steps and not scaled
             is_one_step = is_one_step and not self._has_repeats
@@ -334,7 +339,7 @@ class Backward:
                     name = self._opt._slots.name_of(parameter)
                     raise RuntimeError(
                         f"{name}: it has another gradient, which came after the update in backward had used the first: "
-                        "use eager=False"
+                        "use eager=False; abandon() gives this step up"
                     )
                 if used is None:
                     continue
@@ -342,7 +347,8 @@ class Backward:
                     name = self._opt._slots.name_of(parameter)
                     raise RuntimeError(
                         f"{name}: its gradient was changed after the update in backward had used it (clipping, an "
-                        "averaging of gradients?): use max_grad_norm for clipping, or eager=False"
+                        "averaging of gradients?): use max_grad_norm for clipping, or eager=False; abandon() gives "
+                        "this step up"
                     )
             # Only once all are right: a step that is refused leaves them.
             for parameter in taken.parameters:

@@ -121,6 +121,28 @@ class BaseOptimizer(Optimizer):
     def _core(self) -> Core:
         return self._slots.core
 
+    # ---- options that stay as they are
+
+    @property
+    def mode(self) -> str:
+        """Which lanes update parameters on devices; set when the optimizer is made."""
+        return self._lanes.mode
+
+    @property
+    def eager(self) -> str | bool:
+        """Whether updates begin in backward; set when the optimizer is made."""
+        return self._eager
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Backward passes in a step; set when the optimizer is made."""
+        return self._lanes.accumulation_steps
+
+    @property
+    def offload_gradients(self) -> bool:
+        """Whether gradients leave the device during backward; set when the optimizer is made."""
+        return self._lanes.offload_gradients
+
     # ---- options that may change between steps
 
     @property

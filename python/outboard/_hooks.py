@@ -22,9 +22,14 @@ class Uses:
 
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
         #: Name, parameter and its id.
-        self.parameters = [(name, parameter, id(parameter)) for name, parameter in parameters.items()]
+        self.parameters: list[tuple[str, torch.Tensor, int]] = []
+        self.follow(parameters)
         #: Whether it has been called: if not, others read its weights, or nobody does.
         self.is_called = False
+
+    def follow(self, parameters: dict[str, torch.Tensor]) -> None:
+        """Know these parameters instead."""
+        self.parameters = [(name, parameter, id(parameter)) for name, parameter in parameters.items()]
 
 
 def nothing() -> None:
@@ -109,6 +114,10 @@ class _CompiledCall(_Hook):
             attachment.model_begins()
             attachment.compiled_begins()
         return self._call(*args, **kwargs)
+
+    def is_on(self, module: torch.nn.Module) -> bool:
+        """Whether it is in place of this module's call."""
+        return self._module() is module
 
     def remove(self) -> None:
         """Give the module its own call back."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 from outboard._arguments import check_choice, check_count
 
@@ -51,13 +52,16 @@ class LaneOptions:
         check_choice("transfer", self.transfer, ("auto", "staged", "zero_copy"))
         check_choice("pin", self.pin, ("auto", True, False))
         if self.chunk_elems is not None:
-            check_count("chunk_elems", self.chunk_elems)
-        for name in ("device_ring_bytes", "host_ring_bytes", "max_waiting_bytes"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 2**48)
+            self.chunk_elems = check_count("chunk_elems", self.chunk_elems)
+        if self.device_ring_bytes is not None:
+            self.device_ring_bytes = check_count("device_ring_bytes", self.device_ring_bytes, 2**48)
+        self.host_ring_bytes = check_count("host_ring_bytes", self.host_ring_bytes, 2**48)
+        self.max_waiting_bytes = check_count("max_waiting_bytes", self.max_waiting_bytes, 2**48)
         check_choice("offload_gradients", self.offload_gradients, (True, False))
-        check_count("accumulation_steps", self.accumulation_steps)
-        share = self.device_state_bytes
+        self.accumulation_steps = check_count("accumulation_steps", self.accumulation_steps)
+        share: Any = self.device_state_bytes
+        if isinstance(share, SupportsIndex) and not isinstance(share, bool):
+            share = self.device_state_bytes = operator.index(share)  # numpy's, too
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"device_state_bytes must be a number of bytes or a fraction of the state, not {share!r}")
         if not share >= 0 or (isinstance(share, float) and share > 1):
@@ -65,7 +69,7 @@ class LaneOptions:
                 f"device_state_bytes must be 0, a number of bytes (an int), or a fraction from 0.0 to 1.0, not {share}"
             )
         if self.max_pinned_bytes is not None:
-            check_count("max_pinned_bytes", self.max_pinned_bytes, 2**62)
+            self.max_pinned_bytes = check_count("max_pinned_bytes", self.max_pinned_bytes, 2**62)
 
     @property
     def host_chunk_elems(self) -> int:

@@ -142,26 +142,21 @@ def are_pending(beside: int) -> bool:
 
 
 def settle(parameters: list[torch.Tensor]) -> None:
-    """Wait for pending parameters; each has its own class afterwards."""
+    """Wait for pending parameters; each has its own class afterwards, or is pending anew."""
     waiting: dict[int, tuple[Waiter, list[torch.Tensor]]] = {}
+    orphans = []
     for parameter in parameters:
         reference = _waiters.get(id(parameter))
         waiter = None if reference is None else reference()
-        if waiter is not None:
+        if waiter is None:
+            orphans.append(parameter)
+        else:
             waiting.setdefault(id(waiter), (waiter, []))[1].append(parameter)
-    try:
-        for waiter, theirs in waiting.values():
-            waiter.resolve(theirs)
-    except Exception:
-        _release(parameters)
-        raise
-    # Not after an interrupt, which may have come before they were waited for.
-    _release(parameters)
-
-
-def _release(parameters: list[torch.Tensor]) -> None:
-    unmark(parameters)
-    for parameter in parameters:
-        # One whose optimizer is gone: that completed the update before it went.
+    for waiter, theirs in waiting.values():
+        # It takes the marks off in its optimizer's turn: to do so here could take one off that has come since.
+        waiter.resolve(theirs)
+    # Those whose optimizer is gone: it completed their updates before it went.
+    unmark(orphans)
+    for parameter in orphans:
         if type(parameter) is PendingParameter:
             parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]

@@ -23,13 +23,16 @@ def plan(stats: dict[str, Any]) -> dict[str, Any]:
     measured = sum(lanes.values())
     rate = measured if measured else (ASSUMED_LINK_BYTES_PER_S / per_element / 1e9 if per_element else 0.0)
     resident = stats["resident_bytes"]
+    gradients_pinned, gradients_pageable = stats["gradient_bytes"]
     streamed = elements * (1 - resident / state) if state else 0.0
     return {
         "parameters": stats["parameters"],
         "elements": elements,
         "host_bytes": {
-            "state_pinned": stats["pinned_bytes"],
-            "state_pageable": stats["pageable_bytes"],
+            "state_pinned": stats["pinned_bytes"] - gradients_pinned,
+            "state_pageable": stats["pageable_bytes"] - gradients_pageable,
+            "gradients_pinned": gradients_pinned,
+            "gradients_pageable": gradients_pageable,
             "rings_pinned": sum(device["host_ring_bytes"] for device in devices),
         },
         "device_bytes": {

@@ -41,11 +41,15 @@ class Readers:
         assert optimizer is not None, "an attachment lives in its optimizer"
         return optimizer
 
-    def add(self, module: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> Uses:
-        """Know a module's own parameters."""
+    def add(self, module: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> tuple[Uses, bool]:
+        """Know a module's own parameters; say whether the module is new."""
+        known = self._uses.get(module)
+        if known is not None:
+            known.follow(parameters)
+            return known, False
         uses = self._uses[module] = Uses(parameters)
         self._uncalled.append((weakref.ref(module), uses))
-        return uses
+        return uses, True
 
     def expect(self, parameter: torch.Tensor, key: int) -> None:
         """Let readers of a parameter, of this id, wait for its update."""
@@ -70,11 +74,11 @@ class Readers:
         began = time.perf_counter()
         if are_used and self._order is not None:
             self._note_use(parameters)
-        pending = self._pending
-        waiting = [parameter for parameter in parameters if id(parameter) in pending]
-        if waiting:
-            opt = self._opt
-            with opt._lock:
+        pending, opt = self._pending, self._opt
+        # In one turn: what a hook begins meanwhile must keep its mark.
+        with opt._lock:
+            waiting = [parameter for parameter in parameters if id(parameter) in pending]
+            if waiting:
                 try:
                     opt._core.wait(waiting)
                 except Exception:

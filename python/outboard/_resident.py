@@ -27,18 +27,22 @@ class ResidentPlanes:
         self._moment = torch.bfloat16 if bf16_state else torch.float32
         self._full_master = full_master
         self._left: dict[torch.device, float] = {}
+        #: Bytes of the planes that each device has.
+        self._given: Counter[torch.device] = Counter()
         #: The planes by parameter.
         self.tensors: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def budget(self, parameters: Iterable[tuple[torch.Tensor, bool]]) -> None:
-        """Set what each device has, once, from all the parameters that are listed, each with its amsgrad."""
-        if self._left or not self._share:
+        """Set what each device has left, from all the parameters that are listed, each with its amsgrad."""
+        if not self._share:
             return
         totals: Counter[torch.device] = Counter()
         for parameter, amsgrad in parameters:
             totals[parameter.device] += self.bytes_of(parameter, amsgrad) if parameter.requires_grad else 0
         is_fraction = isinstance(self._share, float)
-        self._left = {device: self._share * total if is_fraction else self._share for device, total in totals.items()}
+        for device, total in totals.items():
+            share = self._share * total if is_fraction else self._share
+            self._left[device] = share - self._given[device]
 
     def bytes_of(self, parameter: torch.Tensor, amsgrad: bool = False) -> int:
         """Bytes of a parameter's planes."""
@@ -58,12 +62,13 @@ class ResidentPlanes:
                 planes["max_exp_avg_sq"] = torch.zeros_like(planes["exp_avg"])
             return planes
         left = self._left.get(parameter.device, 0.0) if is_device else 0.0
-        if not left:
+        if left <= 0:
             return None
         needed = self.bytes_of(parameter, amsgrad)
         if not parameter.numel() or needed > left or not _is_dense(parameter):
             return None
         self._left[parameter.device] = left - needed
+        self._given[parameter.device] += needed
         kept = self._kept(parameter)
         dtypes = {"exp_avg": self._moment, "exp_avg_sq": self._moment}
         if amsgrad:
@@ -82,7 +87,9 @@ class ResidentPlanes:
         for parameter in parameters:
             planes = self.tensors.pop(parameter, {})
             if planes:
-                self._left[parameter.device] += sum(plane.nbytes for plane in planes.values())
+                given = sum(plane.nbytes for plane in planes.values())
+                self._left[parameter.device] += given
+                self._given[parameter.device] -= given
 
     def views(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return tensors over a resident parameter's planes: `tensor.data = ...` on one moves no plane."""

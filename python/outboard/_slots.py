@@ -132,6 +132,8 @@ class Slots:
             return
         self.check_process()
         entries, fresh = [], {}
+        is_device = self._is_on_device
+        self.resident.budget((p, bool(group["amsgrad"])) for _, group, _, p in self.named() if is_device(p))
         for number, group, name, parameter in self.named():
             if id(parameter) not in wanted:
                 continue
@@ -156,9 +158,11 @@ class Slots:
             for warning in self.core.take_warnings():
                 warnings.warn(warning, RuntimeWarning, stacklevel=5)
 
+    def _is_on_device(self, parameter: torch.Tensor) -> bool:
+        return parameter.is_cuda or (self._lanes.simulate is not None and parameter.device.type == "cpu")
+
     def _resident_planes(self, parameter: torch.Tensor, amsgrad: bool) -> dict[str, torch.Tensor] | None:
-        is_device = parameter.is_cuda or (self._lanes.simulate is not None and parameter.device.type == "cpu")
-        self.resident.budget((p, bool(group["amsgrad"])) for _, group, _, p in self.named() if p.is_cuda or is_device)
+        is_device = self._is_on_device(parameter)
         with torch.inference_mode(False):
             planes = self.resident.take(parameter, amsgrad=amsgrad, is_device=is_device)
         if planes and parameter.is_cuda:

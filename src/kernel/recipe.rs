@@ -6,6 +6,7 @@
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_bf16_stochastic, f32_to_f16};
 use super::fma::Fma;
+use super::fpenv::DefaultFloatEnvironment;
 use super::master::{decode_split, encode_split, follow_bf16, follow_f16};
 use super::noise::{Noise, hash32};
 use crate::error::{Error, Result};
@@ -48,6 +49,8 @@ impl AdamWConfig {
     ///
     /// Formed in f64 and rounded to f32 once: rounding `1 - beta2` from an fp32 beta2 puts the second moment off by 1e-5.
     pub fn constants(&self, step: f64, clip: f32) -> Constants {
+        // The caller may flush denormals to zero, which a tiny eps is in f32.
+        let _environment = DefaultFloatEnvironment::enter();
         let Self { lr, betas: (beta1, beta2), eps, weight_decay, .. } = *self;
         let lerp_weight = (1.0 - beta1) as f32;
         // torch's lerp forms the result from whichever end is nearer.

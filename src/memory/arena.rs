@@ -85,6 +85,11 @@ impl<T: Element> Plane<T> {
     pub fn share(&self) -> (NonNull<T>, SlabHandle) {
         (self.start, SlabHandle { _slab: self.slab.clone() })
     }
+
+    /// Whether its slab is pinned.
+    pub fn is_pinned(&self) -> bool {
+        self.slab.as_ref().is_some_and(|slab| slab.is_pinned())
+    }
 }
 
 /// Keeps a slab mapped.

@@ -370,6 +370,8 @@ impl Core {
         };
         let pool = self.pool()?;
         self.collect_failures()?;
+        // Also where only others have gradients: nobody is to train on beside a parameter that is half updated.
+        self.check_poisoned()?;
         let mut jobs = self.parameters.collect(groups, &self.arena, grad_scale.is_some())?;
         for (index, job) in jobs.iter_mut().enumerate() {
             if let Some(job) = job.as_mut().filter(|job| job.place() != Place::Host) {

@@ -369,8 +369,9 @@ impl Parameters {
         let weight = self.weight(index, parameter)?;
         let (name, binding) = (&self.slots[index].spec.name, &self.bindings[index]);
         if !grad.is_none() {
-            let message = "it has a gradient beside the one that was offloaded in backward: nobody may set p.grad then";
-            return Err(Error::InvalidValue(format!("{name}: {message} (offload_gradients=True)")).into());
+            let message = "it has a gradient beside the one that was offloaded in backward (offload_gradients=True)";
+            let cure = "of a backward too many, or set by hand? zero_grad() of the optimizer drops both";
+            return Err(Error::InvalidValue(format!("{name}: {message}, {cure}")).into());
         }
         let Some(offloaded) = &binding.offloaded else { return Err(Error::InvalidValue(name.to_string()).into()) };
         let data = offloaded.plane.share().0.as_ptr() as usize;

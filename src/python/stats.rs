@@ -1,5 +1,6 @@
 //! Counts and sizes, for `stats()`.
 
+use super::binding::Offloaded;
 use super::core::Core;
 use crate::engine::Slot;
 use crate::engine::lanes::LaneStats;
@@ -28,6 +29,11 @@ impl Core {
         stats.set_item("poisoned", poisoned.collect::<HashMap<_, _>>())?;
         stats.set_item("pinned_bytes", self.arena.pinned_bytes())?;
         stats.set_item("pageable_bytes", self.arena.bytes() - self.arena.pinned_bytes())?;
+        let offloaded = self.parameters.bindings.iter().filter_map(|binding| binding.offloaded.as_ref());
+        let (pinned, pageable): (Vec<_>, Vec<_>) = offloaded.partition(|offloaded| offloaded.plane.is_pinned());
+        let sum =
+            |all: Vec<&Offloaded>| all.into_iter().map(|offloaded| offloaded.plane.as_slice().len()).sum::<usize>();
+        stats.set_item("gradient_bytes", (sum(pinned), sum(pageable)))?;
         stats.set_item("eager_updates", self.counts.eager_updates)?;
         stats.set_item("hook_stall_seconds", self.counts.hook_stall_seconds)?;
         stats.set_item("forward_stall_seconds", self.counts.forward_stall_seconds)?;
