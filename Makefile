@@ -116,6 +116,10 @@ test-kill: build ## End training in every way, 50 times each, and look for lost 
 test-gpu: build ## Run the tests that need a CUDA device (ARGS: pytest's options)
 	$(BIN)/python -m pytest -m cuda $(ARGS)
 
+.PHONY: test-sanitizer
+test-sanitizer: $(VENV)/.installed | need-rust ## Run the tests of the CUDA kernels under compute-sanitizer (minutes)
+	$(IN_VENV) scripts/test-sanitizer.sh
+
 ##@ Ship
 .PHONY: wheel
 wheel: $(VENV)/.installed $(ZIG_STAMP) | need-rust ## Build the wheel for other machines into dist/

@@ -13,4 +13,4 @@ pub use span::{DeviceRing, DeviceSpan, HostRing, HostSpan, join_neighbours};
 pub use strided::{StridedMut, StridedRef, Walks};
 #[cfg(all(test, outboard_cuda))]
 pub(crate) use sys::Mapping;
-pub use sys::{HUGE_PAGE, page_size};
+pub use sys::{HUGE_PAGE, locked_memory_limit, page_size};

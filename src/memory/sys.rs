@@ -131,3 +131,11 @@ pub fn page_size() -> usize {
     // SAFETY: sysconf only reads a constant of the system.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
+
+/// The bytes that the process may lock in memory (`RLIMIT_MEMLOCK`); `None`: any number, or nobody knows.
+pub fn locked_memory_limit() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: fills the struct that it is given.
+    let failed = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } != 0;
+    (!failed && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+}

@@ -10,7 +10,7 @@ use super::tensor::Place;
 use crate::engine::{Kept, Moments, NonFinite, Slot, StepOptions, StepReport};
 use crate::error::Error;
 use crate::kernel::Isa;
-use crate::memory::{Arena, Layout, Slab};
+use crate::memory::{Arena, Layout, Slab, locked_memory_limit};
 use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -197,7 +197,8 @@ impl Core {
                 let what = format!("{bytes} bytes of optimizer state would exceed {limit}");
                 (what, Error::InvalidValue, "raise max_pinned_bytes if the machine has the memory")
             } else if let Err(error) = engine.pin(slab) {
-                let what = format!("cannot pin {bytes} bytes of optimizer state ({error})");
+                let limit = locked_memory_limit().map_or("unlimited".to_owned(), |limit| format!("{limit} bytes"));
+                let what = format!("cannot pin {bytes} bytes of optimizer state ({error}; locked memory: {limit})");
                 (what, Error::Cuda, "raise the limit of locked memory")
             } else {
                 pinned += bytes;
