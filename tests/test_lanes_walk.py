@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import outboard
-from lanes import RIG_SIZES, Layer, Rig, Stack, Twin, TwinModel, host_only, plain_grad, set_grad, train
+from lanes import RIG_SIZES, Layer, Rig, Stack, Twin, TwinModel, host_only, is_pending, plain_grad, set_grad, train
 from oracle import assert_same
 
 # A test that hangs does so in native code, where a signal does not reach it.
@@ -338,6 +338,26 @@ def test_a_twin_is_on_the_host() -> None:
     assert twin.optimizer.stats()["devices"] == {}
     model = Stack(5, 6)
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), TwinModel(model, lr=0.0, weight_decay=0.0), 1)
+
+
+def test_two_optimizers_with_one_parameter_of_which_one_steps_it(lanes_device) -> None:
+    """The other lists it, and has stepped without its gradient: who waits for it there must not take the mark off."""
+    shared, own = Stack(90_000).to(lanes_device.device), Stack(80_000).to(lanes_device.device)
+    weight = shared[0].weight
+    beside = outboard.AdamW([*own.parameters(), weight], eager=False, threads=1).attach(own)
+    first = outboard.AdamW([weight], eager=False, threads=1, chunk_elems=2_000).attach(shared)
+    twin = Twin([weight])
+    for step in range(5):
+        own.loss(step).backward()
+        beside.step()
+        grad = torch.randn_like(weight.detach())
+        set_grad(weight, grad)
+        twin.step([grad])
+        first.step()
+        assert is_pending(weight)
+        beside.wait([weight])
+        assert is_pending(weight)
+        twin.check_weights(f"step {step}")
 
 
 @pytest.mark.parametrize("steps", [1, 2])

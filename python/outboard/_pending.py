@@ -118,11 +118,13 @@ def announce(keys: Iterable[int], waiter: weakref.ref[Any]) -> None:
     _waiters.update(dict.fromkeys(keys, waiter))
 
 
-def unmark(parameters: Iterable[torch.Tensor]) -> None:
-    """Give parameters their own class back."""
+def unmark(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any]) -> None:
+    """Give parameters that this one waits for their own class back; not those that another has announced since."""
     for parameter in parameters:
-        if _waiters.pop(id(parameter), None) is not None and type(parameter) is PendingParameter:
-            parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+        if _waiters.get(id(parameter)) is waiter:
+            del _waiters[id(parameter)]
+            if type(parameter) is PendingParameter:
+                parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
 
 
 def settle_others(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any] | None) -> None:
@@ -156,7 +158,7 @@ def settle(parameters: list[torch.Tensor]) -> None:
         # It takes the marks off in its optimizer's turn: to do so here could take one off that has come since.
         waiter.resolve(theirs)
     # Those whose optimizer is gone: it completed their updates before it went.
-    unmark(orphans)
     for parameter in orphans:
+        _waiters.pop(id(parameter), None)
         if type(parameter) is PendingParameter:
             parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]

@@ -89,7 +89,7 @@ class Readers:
         self.forward_seconds += time.perf_counter() - began
 
     def _forget(self, parameters: list[torch.Tensor]) -> None:
-        _pending.unmark(parameters)
+        _pending.unmark(parameters, self.waiter)
         for parameter in parameters:
             self._pending.pop(id(parameter), None)
 
@@ -99,7 +99,7 @@ class Readers:
 
     def settled(self) -> None:
         """Everything has landed: nobody needs to wait."""
-        _pending.unmark(self._pending.values())
+        _pending.unmark(self._pending.values(), self.waiter)
         self._pending.clear()
 
     def forward_begins(self, module: torch.nn.Module, uses: Uses) -> None:
