@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -358,6 +359,97 @@ def test_two_optimizers_with_one_parameter_of_which_one_steps_it(lanes_device) -
         beside.wait([weight])
         assert is_pending(weight)
         twin.check_weights(f"step {step}")
+
+
+class Past(torch.nn.Module):
+    """Its weights are read past their modules' hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(300, 300, bias=False) for _ in range(3))
+
+    def loss(self, step: int) -> torch.Tensor:
+        x = torch.full((3, 300), 0.1 * (step % 7) - 0.3, device=self.layers[0].weight.device)
+        for layer in self.layers:
+            x = torch.tanh(torch.nn.functional.linear(x, layer.weight))
+        return x.square().sum()
+
+
+def test_two_optimizers_that_step_one_after_the_other(lanes_device) -> None:
+    """The second finds no gradients, and must not take over whom the readers wait for."""
+    rig = Rig(lanes_device, model=Past(), eager=False, lr=0.01)
+    second = outboard.AdamW(rig.model.parameters(), eager=False, threads=1).attach(rig.model)
+    for step in range(12):
+        rig.backward(step)
+        rig.opt.step()
+        second.step()
+        rig.twin.model.loss(step).backward()
+        rig.twin.step()
+    rig.check()
+
+
+def test_two_optimizers_that_both_step(lanes_device) -> None:
+    """Each waits for the other's updates of the same parameters."""
+    params = [lanes_device.parameter(torch.randn(n)) for n in (90_000, 700)]
+    twin = Twin(params, lr=0.01)
+    model = torch.nn.ParameterList(params)
+    both = [outboard.AdamW(params, eager=False, threads=1, lr=0.01, chunk_elems=3_000).attach(model) for _ in range(2)]
+    both[1].step()
+    with host_only():
+        other = outboard.AdamW(twin.params, threads=1, lr=0.01)
+    for _ in range(10):
+        for opt, host in zip(both, (twin.optimizer, other), strict=True):
+            grads = [torch.randn_like(p.detach()) for p in params]
+            for p, twin_p, grad in zip(params, twin.params, grads, strict=True):
+                set_grad(p, grad)
+                set_grad(twin_p, grad.detach().cpu().clone())
+            opt.step()
+            host.step()
+    twin.check_weights()
+
+
+def test_maxima_that_cannot_be_pinned(lanes_device) -> None:
+    """They come in a slab of their own: state of which a part is pageable is the CPU lane's."""
+    rig = Rig(lanes_device, 100_000, mode="gpu", eager=False, max_pinned_bytes=1_050_000)
+    rig.train(1)
+    for opt in (rig.opt, rig.twin.optimizer):
+        opt.param_groups[0]["amsgrad"] = True
+    with pytest.warns(RuntimeWarning, match="stays pageable"):
+        rig.train(1, 1)
+    rig.train(1, 2)
+    rig.opt.synchronize()
+    (device,) = rig.opt.stats()["devices"].values()
+    assert (device["gpu_lane"]["elements"], device["cpu_lane"]["elements"]) == (100_000, 200_000)
+    rig.check()
+
+
+def test_maxima_count_as_resident_state(lanes_device) -> None:
+    rig = Rig(lanes_device, 1_000, device_state_bytes=12_000, eager=False)
+    rig.train(1)
+    rig.opt.param_groups[0]["amsgrad"] = True
+    rig.train(1, 1)
+    rig.opt.add_param_group({"params": Stack(500).to(lanes_device.device).parameters()})
+    rig.opt.state  # noqa: B018
+    assert rig.opt.stats()["resident_parameters"] == 1
+
+
+@pytest.mark.parametrize("eager", ["auto", True])
+def test_a_poisoned_parameter_stops_updates_in_backward(lanes_device, eager) -> None:
+    rig = Rig(lanes_device, 70_000, 90_000, mode="cpu", eager=eager)
+    rig.train(2)
+    rig.opt._core.fail_next_step(rig.params[1], 3)
+    rig.opt.synchronize()
+    for p in rig.params:
+        set_grad(p, torch.ones_like(p.detach()))
+    with contextlib.suppress(outboard.WorkerError):
+        rig.opt.step()
+    with contextlib.suppress(outboard.WorkerError):
+        rig.opt.synchronize()
+    assert len(rig.opt.stats()["poisoned"]) == 1
+    before = rig.params[0].detach().clone()
+    with pytest.raises(outboard.PoisonedError):
+        rig.model[0](torch.ones(3, device=lanes_device.device)).sum().backward()
+    assert_same(rig.params[0].detach(), before)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

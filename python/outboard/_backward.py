@@ -197,7 +197,8 @@ class Backward:
             self._follow_backward()
         if self._takes:
             try:
-                # In `step()` it would be too late: these updates would be undone.
+                # In `step()` it would be too late: these updates would be undone, or `step()` refused after them.
+                opt._core.check_poisoned()
                 opt._adopt()
             except BaseException:
                 self._backwards -= 1

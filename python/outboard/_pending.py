@@ -138,11 +138,6 @@ def settle_others(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any] |
         settle(others)
 
 
-def are_pending(beside: int) -> bool:
-    """Whether more parameters are pending than so many."""
-    return len(_waiters) > beside
-
-
 def settle(parameters: list[torch.Tensor]) -> None:
     """Wait for pending parameters; each has its own class afterwards, or is pending anew."""
     waiting: dict[int, tuple[Waiter, list[torch.Tensor]]] = {}

@@ -155,7 +155,3 @@ class Readers:
         """End the recording of the order of use."""
         if self._order:
             self._order = None
-
-    def count_pending(self) -> int:
-        """Return the number of parameters whose updates may be under way."""
-        return len(self._pending)

@@ -59,7 +59,9 @@ class ResidentPlanes:
         if parameter in self.tensors:
             planes = self.tensors[parameter]
             if amsgrad and "max_exp_avg_sq" not in planes:
-                planes["max_exp_avg_sq"] = torch.zeros_like(planes["exp_avg"])
+                plane = planes["max_exp_avg_sq"] = torch.zeros_like(planes["exp_avg"])
+                self._given[parameter.device] += plane.nbytes
+                self._left[parameter.device] -= plane.nbytes
             return planes
         left = self._left.get(parameter.device, 0.0) if is_device else 0.0
         if left <= 0:

@@ -370,7 +370,10 @@ impl Core {
             fail_at: std::mem::take(&mut self.fail_at),
         };
         let pool = self.pool()?;
-        self.collect_failures()?;
+        if !lets_go {
+            // An attachment has just asked: what has failed since is told by the next call, with these gradients taken.
+            self.collect_failures()?;
+        }
         // Also where only others have gradients: nobody is to train on beside a parameter that is half updated.
         self.check_poisoned()?;
         let mut jobs = self.parameters.collect(groups, &self.arena, grad_scale.is_some())?;

@@ -370,7 +370,8 @@ impl Parameters {
         let (name, binding) = (&self.slots[index].spec.name, &self.bindings[index]);
         if !grad.is_none() {
             let message = "it has a gradient beside the one that was offloaded in backward (offload_gradients=True)";
-            let cure = "of a backward too many, or set by hand? zero_grad() of the optimizer drops both";
+            let cure = "of a backward too many, of one that reached small parameters alone, or set by hand? zero_grad() of the \
+                        optimizer drops both";
             return Err(Error::InvalidValue(format!("{name}: {message}, {cure}")).into());
         }
         let Some(offloaded) = &binding.offloaded else { return Err(Error::InvalidValue(name.to_string()).into()) };

@@ -45,7 +45,7 @@ impl Work {
 
     /// Whether a device can copy the state by itself.
     pub(super) fn is_pinned(&self) -> bool {
-        let pinned = |chunk: &Chunk| chunk.planes.exp_avg.is_pinned();
+        let pinned = |chunk: &Chunk| chunk.planes.are_pinned();
         match self {
             Self::Resident(_) | Self::Offload(_) => true,
             Self::Chunks(chunk) => pinned(chunk),
@@ -205,7 +205,7 @@ struct Kind {
 impl Kind {
     fn of(part: &Part) -> Self {
         let is_pinned = match &part.home {
-            Home::Host(planes) => Some(planes.exp_avg.is_pinned()),
+            Home::Host(planes) => Some(planes.are_pinned()),
             Home::Device(_) => None,
         };
         Self { kernel: part.recipe.kernel(), is_pinned }

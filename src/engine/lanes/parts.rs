@@ -18,6 +18,16 @@ pub struct Planes<S> {
     pub kept: Option<S>,
 }
 
+impl Planes<HostSpan> {
+    /// Whether a device can copy all of them by itself: maxima that come later lie in another slab.
+    pub(super) fn are_pinned(&self) -> bool {
+        let optional = [&self.max_exp_avg_sq, &self.kept];
+        self.exp_avg.is_pinned()
+            && self.exp_avg_sq.is_pinned()
+            && optional.into_iter().flatten().all(HostSpan::is_pinned)
+    }
+}
+
 /// Where a parameter's state is.
 #[derive(Debug)]
 pub enum Home {
