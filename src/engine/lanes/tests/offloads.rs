@@ -121,13 +121,16 @@ fn a_call_fails() {
                     rig.device.clear_failures(); // the caller's own
                 }
                 let (tensors, taken) = try_step(&mut rig, &mut homes);
-                // The caller records an event for the updates, too, while the dispatcher does for the gradients.
-                assert!(taken || kind == Record);
                 rig.engine().synchronize().unwrap();
+                if !taken {
+                    // The caller records an event for the updates, too, while the dispatcher does for the gradients. What
+                    // was not taken has let go of these, which shows as a hazard though others hold them as well.
+                    assert_eq!(kind, Record);
+                    continue;
+                }
                 rig.device.clear_failures();
                 let failed: BTreeSet<usize> = rig.failures().into_iter().map(|(slot, _)| slot).collect();
-                let whole = |slot: &usize| taken && !failed.contains(slot);
-                (0..KINDS.len()).filter(whole).for_each(|slot| rig.compare(slot));
+                (0..KINDS.len()).filter(|slot| !failed.contains(slot)).for_each(|slot| rig.compare(slot));
                 assert!(kind != Allocate || failed.iter().all(|slot| slot % 2 == 0), "{failed:?}");
                 assert!(skip > 0 || kind != Allocate || !failed.is_empty());
                 eventually("the copies are gone", || rig.device.counters().allocated_bytes == before);
