@@ -232,11 +232,6 @@ impl Core {
         self.parameters.reader.set_pending_type(pending_type.unbind());
     }
 
-    /// Whether a parameter is updated by a device's lanes: its slot says where it was last.
-    fn is_on_device(&self, parameter: &Bound<'_, PyAny>) -> PyResult<bool> {
-        Ok(self.parameters.bindings[self.parameters.slot_of(parameter)?].place != Place::Host)
-    }
-
     /// Takes a parameter and its gradient for an update that begins at once, in a hook. Whether it was taken: not one in host
     /// memory, or whose strides ask for copies that `step` makes.
     fn update_one<'py>(
