@@ -130,7 +130,7 @@ def test_more_than_the_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "--numel: 268,435,456 elements need about 4.0 GiB" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a CUDA device, and there is one")
 def test_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "lanes", "--numel", "10"]) == 1
     assert "no CUDA device" in capsys.readouterr().err

@@ -380,7 +380,7 @@ def test_bad_options(
     assert not on_a_device
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a CUDA device, and there is one")
 def test_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step"]) == 1
     assert "no CUDA device" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from outboard import _pending
 
 #: Parameters of no more elements have no hook of their own (ten thousand cost 55 ms a step): `step()` takes them all at
-#: once. Taken at the end of backward they had to be compared at `step()`: half as much again. As `TINY_ELEMS` of lanes.
+#: once. Taken at the end of backward, they had to be read again at `step()`, to compare. As `TINY_ELEMS` of the lanes.
 TINY_ELEMS = 64 * 1024
 
 
