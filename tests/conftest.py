@@ -137,3 +137,29 @@ def python(_nursery: Any, tmp_path: Path) -> Callable[..., str]:
         return stdout.read_text()
 
     return run
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def ranks(request: pytest.FixtureRequest, python: Callable[..., str]) -> Callable[..., str]:
+    """Return a function that calls a worker (see `ranks.run`) in several processes, and returns what they printed.
+
+    Over gloo, with host memory as a device with lanes, or over NCCL with a GPU for each.
+    """
+    seed = zlib.crc32(request.node.name.encode()) ^ int(os.environ.get("OUTBOARD_LANES_SEED", "0"))
+    is_cuda = request.param == "cuda"
+
+    def run(worker: Callable[..., None], world_size: int, *arguments: Any) -> str:
+        if is_cuda and torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
+        program = f"""
+            import json, sys, warnings
+            import {worker.__module__}
+            import ranks
+            world_size, device, seed, arguments = json.loads(sys.argv[1])
+            warnings.simplefilter("ignore")
+            ranks.run({worker.__module__}.{worker.__name__}, world_size, device, seed, *arguments)
+            """
+        order = [world_size, "cuda" if is_cuda else "cpu", None if is_cuda else seed, arguments]
+        return python(program, json.dumps(order))
+
+    return run

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import outboard
 from oracle import assert_same
-from outboard import _roster
+from outboard import _pending, _roster
 from outboard._lanes import LaneOptions
-from outboard._pending import PendingParameter
 
 #: What changes bits, and so goes to the twin too.
 NUMERIC = {
@@ -69,7 +68,7 @@ class LanesDevice:
 
 def is_pending(parameter: torch.Tensor) -> bool:
     """Whether whoever reads a parameter has to wait."""
-    return type(parameter) is PendingParameter
+    return _pending.is_pending(parameter)
 
 
 def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outboard import _pending
+from outboard import _wrappers
 from outboard._backward import Abandoned, Backward, backward_here
 from outboard._hooks import (
     Uses,
     _CompiledCall,
     _CompiledHook,
     _EndOfBackward,
+    _EndOfForward,
     _ForwardHook,
     _GradientHook,
     _ModelHook,
+    _Unshard,
+    _WrapperHook,
 )
 from outboard._readers import Readers
 from outboard._roster import Roster
@@ -43,29 +46,24 @@ class Attachment:
         self._handles: list[Any] = []
         #: The models that have been attached, and compiled modules in them: each is hooked once.
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def add(self, model: torch.nn.Module) -> None:
         """Put hooks on a model's modules and on the parameters that the optimizer has of it."""
         # Before any gradient is hooked: in such a model it may be final later.
-        if _is_wrapped(model):
+        if _wrappers.is_opaque(model):
             self.roster.overlaps = False
             self.roster.remove()
         self.roster.refresh()
         self.roster.has_changed = False
         if not self.roster.overlaps:
             return
-        ours = self.roster.groups
-        compiled: set[torch.nn.Module] = set()
-        for module in model.modules():
-            if getattr(module, "_compiled_call_impl", None) is not None:
-                if not any(isinstance(call, _CompiledCall) and call.is_on(module) for call in self._handles):
-                    self._handles.append(_CompiledCall(self, module))
-                compiled.update(module.modules())
-            elif type(module).__name__ == "OptimizedModule":
-                if module not in self._models:
-                    self._handles.append(module.register_forward_pre_hook(_CompiledHook(self), prepend=True))
-                self._models.add(module)
-                compiled.update(inner for inner in module.modules() if inner is not module)
+        # What FSDP2 gathers is not in the modules while they are called.
+        gathered = self._follow_gathers(model)
+        ours = {key: group for key, group in self.roster.groups.items() if key not in gathered}
+        compiled = self._follow_compiled(model)
+        for wrapper in _wrappers.ddp_modules(model):
+            self._follow_wrapper(wrapper, is_compiled=wrapper in compiled)
         for module in model.modules():
             own: dict[str, torch.Tensor] = {
                 name: p for name, p in module._parameters.items() if p is not None and id(p) in ours
@@ -79,12 +77,49 @@ class Attachment:
             self._handles.append(model.register_forward_pre_hook(_ModelHook(self), prepend=True))
         self._models.add(model)
 
+    def _follow_compiled(self, model: torch.nn.Module) -> set[torch.nn.Module]:
+        """Put hooks around compiled regions; return the modules within, which get none."""
+        compiled: set[torch.nn.Module] = set()
+        for module in model.modules():
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                if not any(isinstance(call, _CompiledCall) and call.is_on(module) for call in self._handles):
+                    self._handles.append(_CompiledCall(self, module))
+                compiled.update(module.modules())
+            elif type(module).__name__ == "OptimizedModule":
+                if module not in self._models:
+                    self._handles.append(module.register_forward_pre_hook(_CompiledHook(self), prepend=True))
+                self._models.add(module)
+                compiled.update(inner for inner in module.modules() if inner is not module)
+        return compiled
+
+    def _follow_wrapper(self, wrapper: Any, *, is_compiled: bool) -> None:
+        """Follow a DDP wrapper: from now on gradients are final after backward."""
+        self.roster.finishes_late = True
+        self.backward.averaging.add(wrapper)
+        if is_compiled or wrapper in self._wrapped:
+            return
+        self._wrapped.add(wrapper)
+        # First of all it sees the model's forward, also when it is not itself what is called.
+        self._handles.append(wrapper.register_forward_pre_hook(_WrapperHook(self), prepend=True))
+        if _wrappers.keeps_gradients_in_buckets(wrapper):
+            self._handles.append(wrapper.register_forward_hook(_EndOfForward(self)))
+
+    def _follow_gathers(self, model: torch.nn.Module) -> set[int]:
+        """Stand before FSDP2's reads of shards; return the ids of the parameters that it gathers."""
+        gathered: set[int] = set()
+        for group in _wrappers.fsdp_groups(model):
+            gathered.update(map(id, _wrappers.shards_of(group)))
+            if not any(isinstance(handle, _Unshard) and handle.is_on(group) for handle in self._handles):
+                self._handles.append(_Unshard(self, group))
+        return gathered
+
     def remove(self) -> None:
         """Take all hooks off; what is under way has been completed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._models.clear()
+        self._wrapped.clear()
         self.roster.remove()
         self.readers.settled()
 
@@ -101,22 +136,25 @@ class Attachment:
         self.readers.resolve_all()
 
     def model_begins(self) -> None:
-        """Look at those modules of a model that are not called."""
+        """Look at those modules of a model that are not called, and at who calls it."""
+        wrapper = _wrappers.active_ddp()
+        if wrapper is not None and wrapper not in self._wrapped:
+            # It was wrapped after `attach`.
+            self._follow_wrapper(wrapper, is_compiled=False)
+            self.wrapper_begins(wrapper)
         self.readers.model_begins()
 
+    def wrapper_begins(self, wrapper: torch.nn.Module) -> None:
+        """Note whether a DDP wrapper is going to average gradients."""
+        self.backward.averaging.note(wrapper)
 
-def _is_wrapped(model: torch.nn.Module) -> bool:
-    """Whether gradients are final, or weights are read, at other times than autograd and modules tell."""
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-    def is_sharded(module: torch.nn.Module) -> bool:
-        return any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in type(module).__mro__)
-
-    # DataParallel's replicas are copied from the weights by native code.
-    wrappers = (DataParallel, DistributedDataParallel)
-    if any(isinstance(module, wrappers) or is_sharded(module) for module in model.modules()):
-        return True
-    return any(not _pending.can_mark(parameter) for parameter in model.parameters())
+    def shards_are_read(self, group: Any, async_op: bool) -> None:
+        """Let the stream on which FSDP2 reads shards wait for them."""
+        if backward_here() != -1:
+            self.backward.notice()
+        shards = _wrappers.shards_of(group)
+        with _wrappers.reading_stream(group, async_op):
+            self.readers.resolve(shards)
 
 
 # Pickles of models that were made with an earlier version name the hooks here.
@@ -126,7 +164,10 @@ __all__ = [
     "_CompiledCall",
     "_CompiledHook",
     "_EndOfBackward",
+    "_EndOfForward",
     "_ForwardHook",
     "_GradientHook",
     "_ModelHook",
+    "_Unshard",
+    "_WrapperHook",
 ]

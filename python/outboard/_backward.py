@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from outboard import _capture, _pending
+from outboard import _capture, _pending, _sharded
 from outboard._hooks import _EndOfBackward, nothing
 from outboard._native import GroupSettings
 from outboard._readers import Readers
 from outboard._roster import Roster
+from outboard._wrappers import Averaging
 
 if TYPE_CHECKING:
     from outboard._stepping import SteppingOptimizer
@@ -85,6 +86,10 @@ class Backward:
         self._roster = roster
         self._readers = readers
         self._beginning = threading.RLock()
+        #: Whether DDP averages the gradients of the backward that is under way.
+        self.averaging = Averaging()
+        #: Whether the end of backward has been seen, after which DDP's own is still to come.
+        self._ends_late = False
         #: Whether a backward has been counted that has not ended (or has with an exception, if `_end` is gone).
         self._in_backward = False
         #: The end of the backward that is under way, if it is known.
@@ -140,16 +145,21 @@ class Backward:
                 with self._beginning:
                     if not self._in_backward or self._end() is None:
                         self._begin_backward()
-            if self._takes:
-                self._take(parameter, key, grad, group)
-            elif self._offloads:
-                self._offload([parameter])
-            elif self._watches:
-                seen = self._watched.get(key)
-                self._has_repeats |= seen is not None and seen[2] == self._backwards
-                self._watched[key] = (weakref.ref(grad), grad._version, self._backwards)
+            if not self._roster.finishes_late:
+                self._use(parameter, key, grad, group)
         finally:
             self.hook_seconds += time.perf_counter() - began
+
+    def _use(self, parameter: torch.Tensor, key: int, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        """Do with a final gradient what this backward does."""
+        if self._takes:
+            self._take(parameter, key, grad, group)
+        elif self._offloads:
+            self._offload([parameter])
+        elif self._watches:
+            seen = self._watched.get(key)
+            self._has_repeats |= seen is not None and seen[2] == self._backwards
+            self._watched[key] = (weakref.ref(grad), _sharded.watch(grad), self._backwards)
 
     def notice(self) -> None:
         """Follow the backward that this forward is a part of to its end.
@@ -174,6 +184,7 @@ class Backward:
             # It ended with an exception.
             self._backwards -= 1
             self._in_backward = False
+        self._ends_late = False
         if _capture.is_capturing():
             raise _capture.refuse("a backward of an attached model")
         self._roster.refresh()
@@ -218,9 +229,11 @@ class Backward:
             self._refuse_gradient(parameter, "eager=False")
         if type(parameter) is not torch.nn.Parameter:
             _pending.settle_others([parameter], self._readers.waiter)
+        if not _sharded.is_complete(parameter, grad):
+            return  # to `step()`, which lets ranks add up what is due
         opt = self._opt
         settings = self._settings_of(group)
-        version = grad._version
+        version = _sharded.watch(grad)
         # Both in one turn: a thread that waits for everything in between would take the mark off.
         with opt._lock:
             # Before its update begins: an interrupt may come as soon as it has.
@@ -275,15 +288,33 @@ class Backward:
         self._end = nothing
         if not self._in_backward:
             return
+        if self._roster.finishes_late and not self._ends_late:
+            # DDP has queued its own end of this backward behind this one, when its last bucket was ready.
+            self._ends_late = True
+            self._follow_backward()
+            return
+        self._ends_late = False
         began = time.perf_counter()
         try:
-            if self._offloads and not self._takes:
+            averages = not self._roster.finishes_late or self.averaging.is_on()
+            if self._roster.finishes_late and averages:
+                self._use_all()
+            if self._offloads and not self._takes and averages:
                 found = [parameter for parameter in self._roster.unhooked if _plain_grad(parameter) is not None]
                 if found:
                     self._offload(found)
             self._in_backward = False
         finally:
             self.hook_seconds += time.perf_counter() - began
+
+    def _use_all(self) -> None:
+        """Use gradients that are final only now; DDP has also given some to parameters that have none of this rank."""
+        for parameter in self._roster.listed:
+            key = id(parameter)
+            grad = _plain_grad(parameter) if key in self._roster.hooked else None
+            group = self._roster.groups.get(key)
+            if grad is not None and group is not None:
+                self._use(parameter, key, grad, group)
 
     # ---- the step
 
@@ -344,7 +375,7 @@ class Backward:
                     )
                 if used is None:
                     continue
-                if grad is not used or used._version != version:
+                if grad is not used or not _sharded.is_unchanged(used, version):
                     name = self._opt._slots.name_of(parameter)
                     raise RuntimeError(
                         f"{name}: its gradient was changed after the update in backward had used it (clipping, an "
@@ -362,7 +393,7 @@ class Backward:
         seen = self._watched.get(id(parameter))
         if grad is None or seen is None:
             return grad is None and seen is None
-        return seen[0]() is grad and seen[1] == grad._version
+        return seen[0]() is grad and _sharded.is_unchanged(grad, seen[1])
 
     def after_step(self) -> None:
         """Begin anew after `step()` has taken all gradients, and let go of them."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
+from outboard import _wrappers
 from outboard._arguments import check_choice, check_count, check_group, check_max_grad_norm
 from outboard._attach import Attachment
 from outboard._lanes import LaneOptions
@@ -75,6 +76,7 @@ class BaseOptimizer(Optimizer):
             require_device()
         self._lanes = lanes
         self._eager = eager
+        self._has_a_share = _wrappers.is_made_by_zero()
         check_choice("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
         check_choice("master", master, ("split", "full"))
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -153,7 +155,7 @@ class BaseOptimizer(Optimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         value = check_max_grad_norm(value)
-        self._refuse_with_eager("max_grad_norm", value is not None)
+        self._refuse_without_all("max_grad_norm", value is not None)
         self._max_grad_norm = value
 
     @property
@@ -164,7 +166,7 @@ class BaseOptimizer(Optimizer):
     @compute_grad_norm.setter
     def compute_grad_norm(self, value: bool) -> None:
         check_choice("compute_grad_norm", value, (True, False))
-        self._refuse_with_eager("compute_grad_norm", bool(value))
+        self._refuse_without_all("compute_grad_norm", bool(value))
         self._compute_grad_norm = bool(value)
 
     @property
@@ -175,7 +177,7 @@ class BaseOptimizer(Optimizer):
     @nonfinite.setter
     def nonfinite(self, value: str | None) -> None:
         check_choice("nonfinite", value, (None, "skip", "raise", "propagate"))
-        self._refuse_with_eager(f"nonfinite={value!r}", value in ("skip", "raise"))
+        self._refuse_without_all(f"nonfinite={value!r}", value in ("skip", "raise"))
         self._nonfinite = value
 
     @property
@@ -183,11 +185,16 @@ class BaseOptimizer(Optimizer):
         """Norm of all gradients together at the latest step that computed it, before clipping; None until then."""
         return self._last_grad_norm
 
-    def _refuse_with_eager(self, option: str, is_set: bool) -> None:
+    def _refuse_without_all(self, option: str, is_set: bool) -> None:
         if is_set and self._eager is True:
             raise ValueError(
                 f"{option} needs all gradients before the first update, and eager=True starts updates in backward: "
                 "use eager='auto', which waits for step() then"
+            )
+        if is_set and self._has_a_share:
+            raise ValueError(
+                f"{option} needs all gradients, and under ZeroRedundancyOptimizer this rank's optimizer has a share of "
+                "them: call torch.nn.utils.clip_grad_norm_ on the model's parameters before step()"
             )
 
     def _needs_all_gradients(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outboard import _sharded
 from outboard._slots import Group, Slots
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -47,14 +48,15 @@ def step_count(value: Any, name: str) -> float:
     return float(value)
 
 
-def check_tensor(value: Any, key: str, name: str, shape: torch.Size, integer: bool = False) -> torch.Tensor:
-    """Return a state tensor, detached.
+def check_tensor(value: Any, key: str, name: str, parameter: torch.Tensor, integer: bool = False) -> torch.Tensor:
+    """Return a state tensor, detached; of a DTensor's, what belongs to this rank.
 
     Raises
     ------
     TypeError, ValueError
         Naming the parameter, if it is no dense tensor of the parameter's shape and of the right kind of dtype.
     """
+    shape = parameter.shape
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: {key} must be a tensor, not {type(value).__name__}")
     if value.shape != shape:
@@ -66,7 +68,7 @@ def check_tensor(value: Any, key: str, name: str, shape: torch.Size, integer: bo
         raise TypeError(f"{name}: {key} is on the meta device and has no values")
     if not integer and not value.is_floating_point():
         raise TypeError(f"{name}: {key} must be floating point, not {value.dtype}")
-    return value.detach()
+    return _sharded.part_of(value.detach(), parameter, f"{name}: its {key}")
 
 
 def plan(
@@ -91,9 +93,9 @@ def plan(
         if key == "step":
             result.step = step_count(value, name)
         elif key in MOMENTS or key == "master":
-            result.tensors[key] = check_tensor(value, key, name, parameter.shape)
+            result.tensors[key] = check_tensor(value, key, name, parameter)
         elif key == "residual":
-            tensor = check_tensor(value, key, name, parameter.shape, integer=True)
+            tensor = check_tensor(value, key, name, parameter, integer=True)
             if tensor.dtype is torch.int16:
                 result.tensors[key] = tensor
             else:
@@ -161,7 +163,8 @@ def _commit_one(slots: Slots, item: Plan, planes: dict[str, torch.Tensor]) -> No
         for key in MOMENTS:
             plane, source = planes.get(key), item.tensors.get(key)
             if plane is None and source is not None:
-                item.extra[key] = source.clone()  # until the group turns amsgrad on
+                # Until the group turns amsgrad on.
+                item.extra[key] = _sharded.like(source.clone(), item.parameter)
             elif plane is not None and source is not None:
                 plane.copy_(source)
             elif plane is not None and not item.partial:

@@ -99,6 +99,51 @@ class _CompiledHook(_Hook):
             attachment.compiled_begins()
 
 
+class _WrapperHook(_Hook):
+    """On a DDP wrapper."""
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            attachment.wrapper_begins(module)
+
+
+class _EndOfForward(_Hook):
+    """On a DDP wrapper whose gradients are views of buckets that the next backward writes to."""
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            attachment.compiled_begins()
+
+
+class _Unshard(_Hook):
+    """In place of the method by which FSDP2 reads the shards of a group of parameters, wherever it is called from."""
+
+    def __init__(self, attachment: Attachment | None = None, group: Any = None) -> None:
+        super().__init__(attachment)
+        self._group: Callable[[], Any] = nothing if group is None else weakref.ref(group)
+        if group is not None:
+            group.unshard = self
+
+    def __call__(self, async_op: bool = False) -> Any:
+        group = self._group()
+        attachment: Attachment | None = self._target()
+        if attachment is not None:
+            attachment.shards_are_read(group, async_op)
+        return type(group).unshard(group, async_op)
+
+    def is_on(self, group: Any) -> bool:
+        """Whether it is in place of this group's method."""
+        return self._group() is group
+
+    def remove(self) -> None:
+        """Give the group its own method back."""
+        group = self._group()
+        if group is not None and group.__dict__.get("unshard") is self:
+            del group.unshard
+
+
 class _CompiledCall(_Hook):
     """In place of the call of a module that was `.compile()`d, whose hooks are compiled with it."""
 

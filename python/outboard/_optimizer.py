@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outboard import _checkpoint, _plan
+from outboard import _checkpoint, _plan, _sharded
 from outboard._base import one_at_a_time, outside_dynamo
 from outboard._native import WorkerError
 from outboard._state import State
@@ -30,6 +30,7 @@ _OPTIONS = (
     "_threads_why",
     "_lanes",
     "_eager",
+    "_has_a_share",
     "_seed",
     "_counts",
     "_last_grad_norm",
@@ -92,12 +93,13 @@ class OffloadedOptimizer(SteppingOptimizer):
         self.synchronize()
         self._slots.bind([parameter])
         self._slots.settle()
-        out = torch.empty_like(parameter, dtype=torch.float32, device="cpu", requires_grad=False)
+        own = _sharded.local(parameter)
+        out = torch.empty_like(own, dtype=torch.float32, device="cpu", requires_grad=False)
         try:
             self._slots.read_master(parameter, out)
         finally:
             self._state.refresh()
-        return out.to(parameter.device)
+        return _sharded.like(out.to(own.device), parameter)
 
     @outside_dynamo
     @one_at_a_time
@@ -109,13 +111,13 @@ class OffloadedOptimizer(SteppingOptimizer):
         TypeError, ValueError
             If `value` is not a floating-point tensor of the parameter's shape; nothing is changed.
         """
-        _checkpoint.check_tensor(value, "master", self._slots.name_of(parameter), parameter.shape)
+        value = _checkpoint.check_tensor(value, "master", self._slots.name_of(parameter), parameter)
         self.synchronize()
         self._slots.bind([parameter])
         self._slots.pending_residuals.pop(parameter, None)
         try:
             # A copy: the value may be a view of the weight or of its state.
-            self._slots.write_master(parameter, value.detach().to("cpu", torch.float32, copy=True), write_weight=True)
+            self._slots.write_master(parameter, value.to("cpu", torch.float32, copy=True), write_weight=True)
         finally:
             self._state.refresh()
         torch.autograd.graph.increment_version(parameter)

@@ -3,9 +3,11 @@
 While its update is pending a parameter's class is `PendingParameter`, whose `__torch_function__` waits, gives the
 parameter its own class back and goes on. A module's forward hook does so beforehand for the module's own parameters,
 which is cheaper; this catches everyone else: a weight that another module uses, a loss on weights, an average of
-weights, `state_dict`, `deepcopy`, in-place writes, `p.data = ...`.
+weights, `state_dict`, `deepcopy`, in-place writes, `p.data = ...`. A DTensor has a class of its own for this, which
+also waits when somebody asks for the shard within.
 
-It cannot see tensor subclasses of others, views taken earlier, and readers in C++.
+It cannot see tensor subclasses of others, views taken earlier (the flat shards of FSDP2 are such, see `_wrappers`), and
+readers in C++.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
+
+from outboard import _sharded
 
 
 class Waiter(Protocol):
@@ -63,8 +67,11 @@ _HARMLESS: frozenset[Any] = frozenset(
 )
 
 
-class PendingParameter(torch.nn.Parameter):
-    """A parameter whose update is under way."""
+class _Pending:
+    """What waits for an update before its tensor is used."""
+
+    # Without slots of its own a class can be exchanged for its base, in place.
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -81,20 +88,56 @@ class PendingParameter(torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Copy the parameter once it is updated."""
         settle([self])
         return deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickle the parameter once it is updated."""
         settle([self])
         return self.__reduce_ex__(protocol)
 
 
+class PendingParameter(_Pending, torch.nn.Parameter):
+    """A parameter whose update is under way."""
+
+
+#: What a parameter of each class becomes while its update is under way, and back.
+_PENDING_OF: dict[type, Any] = {torch.nn.Parameter: PendingParameter}
+_PLAIN_OF: dict[type, Any] = {PendingParameter: torch.nn.Parameter}
+
+
+def pending_sharded() -> Any:
+    """Return the class of DTensors whose update is under way."""
+    dtensor = _sharded.kind()
+    if dtensor not in _PENDING_OF:
+        descriptor = _sharded.local_descriptor()
+
+        def get_local(self: torch.Tensor) -> torch.Tensor:
+            # Whoever uses a DTensor comes here, torch's dispatcher in C++ too.
+            settle([self])
+            found: torch.Tensor = descriptor.__get__(self)
+            return found
+
+        def set_local(self: torch.Tensor, value: torch.Tensor) -> None:
+            settle([self])
+            descriptor.__set__(self, value)
+
+        members = {"__slots__": (), "_local_tensor": property(get_local, set_local), "__module__": __name__}
+        made = type("PendingDTensor", (_Pending, dtensor), members)
+        _PENDING_OF[dtensor], _PLAIN_OF[made] = made, dtensor
+    return _PENDING_OF[dtensor]
+
+
+def is_pending(value: object) -> bool:
+    """Whether a value is a parameter whose update is under way."""
+    return type(value) in _PLAIN_OF
+
+
 def _find(values: Iterable[Any], found: list[torch.Tensor]) -> None:
     for value in values:
-        if type(value) is PendingParameter:
+        if type(value) in _PLAIN_OF:
             found.append(value)
         elif isinstance(value, (tuple, list)):
             _find(value, found)
@@ -104,13 +147,16 @@ def _find(values: Iterable[Any], found: list[torch.Tensor]) -> None:
 
 def can_mark(parameter: torch.Tensor) -> bool:
     """Whether a parameter's class can be exchanged: not a tensor subclass of somebody else's."""
-    return type(parameter) in (torch.nn.Parameter, PendingParameter)
+    known = type(parameter)
+    if known not in _PENDING_OF and known is _sharded.kind():
+        pending_sharded()
+    return known in _PENDING_OF or known in _PLAIN_OF
 
 
 def mark(parameter: torch.Tensor, key: int, waiter: weakref.ref[Any]) -> None:
     """Let whoever touches this parameter, of this id, wait first."""
     _waiters[key] = waiter
-    parameter.__class__ = PendingParameter
+    parameter.__class__ = _PENDING_OF.get(type(parameter), type(parameter))
 
 
 def announce(keys: Iterable[int], waiter: weakref.ref[Any]) -> None:
@@ -123,8 +169,13 @@ def unmark(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any]) -> None
     for parameter in parameters:
         if _waiters.get(id(parameter)) is waiter:
             del _waiters[id(parameter)]
-            if type(parameter) is PendingParameter:
-                parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+            _restore(parameter)
+
+
+def _restore(parameter: torch.Tensor) -> None:
+    plain = _PLAIN_OF.get(type(parameter))
+    if plain is not None:
+        parameter.__class__ = plain
 
 
 def settle_others(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any] | None) -> None:
@@ -132,7 +183,7 @@ def settle_others(parameters: Iterable[torch.Tensor], waiter: weakref.ref[Any] |
     others: list[torch.Tensor] = [
         parameter
         for parameter in parameters
-        if type(parameter) is PendingParameter and _waiters.get(id(parameter)) is not waiter
+        if type(parameter) in _PLAIN_OF and _waiters.get(id(parameter)) is not waiter
     ]
     if others:
         settle(others)
@@ -155,5 +206,4 @@ def settle(parameters: list[torch.Tensor]) -> None:
     # Those whose optimizer is gone: it completed their updates before it went.
     for parameter in orphans:
         _waiters.pop(id(parameter), None)
-        if type(parameter) is PendingParameter:
-            parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+        _restore(parameter)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from outboard import _sharded
+
 #: Bytes of a moment and of what is kept beside a weight, by dtype.
 _KEPT = {torch.float32: None, torch.bfloat16: ("residual", torch.int16), torch.float16: ("master", torch.float32)}
 
@@ -48,7 +50,7 @@ class ResidentPlanes:
         """Bytes of a parameter's planes."""
         kept = self._kept(parameter)
         per_element = self._moment.itemsize * (3 if amsgrad else 2) + (kept[1].itemsize if kept else 0)
-        return parameter.numel() * per_element
+        return _sharded.local(parameter).numel() * per_element
 
     def _kept(self, parameter: torch.Tensor) -> tuple[str, torch.dtype] | None:
         kept = _KEPT[parameter.dtype]
@@ -67,7 +69,8 @@ class ResidentPlanes:
         if left <= 0:
             return None
         needed = self.bytes_of(parameter, amsgrad)
-        if not parameter.numel() or needed > left or not _is_dense(parameter):
+        own = _sharded.local(parameter)
+        if not own.numel() or needed > left or not _is_dense(own):
             return None
         self._left[parameter.device] = left - needed
         self._given[parameter.device] += needed
@@ -78,7 +81,7 @@ class ResidentPlanes:
         if kept is not None:
             dtypes[kept[0]] = kept[1]
         planes = {
-            name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+            name: torch.zeros_like(own, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
             for name, dtype in dtypes.items()
         }
         self.tensors[parameter] = planes

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outboard import _pending
+from outboard import _pending, _sharded, _wrappers
 
 #: Parameters of no more elements have no hook of their own (ten thousand cost 55 ms a step): `step()` takes them all at
 #: once. Taken at the end of backward, they had to be read again at `step()`, to compare. As `TINY_ELEMS` of the lanes.
@@ -42,6 +42,8 @@ class Roster:
         self.has_changed = False
         #: Whether updates may overlap what follows: not where others read weights past everything that is seen here.
         self.overlaps = True
+        #: Whether gradients are final only after backward, since DDP averages them at its end.
+        self.finishes_late = False
         self._frozen: list[torch.Tensor] = []
         self._signature: Any = None
 
@@ -69,7 +71,9 @@ class Roster:
         self._frozen = [parameter for parameter in self.listed if not parameter.requires_grad]
 
     def _wants_hook(self, parameter: torch.Tensor) -> bool:
-        return parameter.numel() > TINY_ELEMS and _pending.can_mark(parameter)
+        if not _pending.can_mark(parameter) or _wrappers.copies_gradients_to_host(parameter):
+            return False
+        return _sharded.local(parameter).numel() > TINY_ELEMS
 
     def remove(self) -> None:
         """Take the gradient hooks off."""

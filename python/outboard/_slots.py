@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from outboard import _transfer
+from outboard import _sharded, _transfer
 from outboard._lanes import LaneOptions
 from outboard._native import Core, DeviceError
-from outboard._pending import PendingParameter
+from outboard._pending import PendingParameter, pending_sharded
 from outboard._resident import ResidentPlanes
 
 #: This process: asking the system in every hook costs as much as the rest of it where system calls are intercepted.
@@ -72,8 +72,10 @@ class Slots:
         self.resident = ResidentPlanes(lanes.device_state_bytes, bf16_state=bf16_state, full_master=full_master)
         self.core = Core(threads, lanes.native(threads, is_asked_for=threads_are_asked_for))
         self.core.set_pending_type(PendingParameter)
-        #: Parameters that have a slot, in the order of binding.
+        self._knows_sharded = False
+        #: Parameters that have a slot, in the order of binding, and those of them that are spread over ranks.
         self.bound: list[torch.Tensor] = []
+        self.sharded: list[torch.Tensor] = []
         #: Residuals that were loaded for full masters; the other half is the weight, which may be loaded later.
         self.pending_residuals: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -134,6 +136,7 @@ class Slots:
         entries, fresh = [], {}
         is_device = self._is_on_device
         self.resident.budget((p, bool(group["amsgrad"])) for _, group, _, p in self.named() if is_device(p))
+        self._know_sharded()
         for number, group, name, parameter in self.named():
             if id(parameter) not in wanted:
                 continue
@@ -155,8 +158,35 @@ class Slots:
                 self.resident.give_back(fresh.values())
                 raise
             self.bound.extend(fresh.values())
+            self.sharded.extend(filter(_sharded.is_sharded, fresh.values()))
             for warning in self.core.take_warnings():
                 warnings.warn(warning, RuntimeWarning, stacklevel=5)
+
+    def _know_sharded(self) -> None:
+        """Let the native half read what this rank has of DTensors."""
+        if not self._knows_sharded and self.has_sharded():
+            self.core.set_sharded_types(
+                _sharded.kind(), pending_sharded(), _sharded.watched(), _sharded.local_descriptor()
+            )
+            self._knows_sharded = True
+
+    def has_sharded(self) -> bool:
+        """Whether any listed parameter is spread over ranks."""
+        return _sharded.kind() is not None and any(map(_sharded.is_sharded, self.listed()))
+
+    def sums_over_ranks(self, parameters: list[torch.Tensor], squares: list[float]) -> tuple[list[str], list[float]]:
+        """Return the names of all listed parameters, and the sum of squares over all ranks of the gradient of each.
+
+        Parameters
+        ----------
+        parameters, squares : list
+            Those with a gradient on this rank, and the sum of what this rank has of it.
+        """
+        # All that are listed, since other ranks may have gradients where this one has none.
+        named = {id(parameter): (name, parameter) for _, _, name, parameter in self.named()}
+        own = {id(parameter): square for parameter, square in zip(parameters, squares, strict=True)}
+        names, listed = zip(*named.values(), strict=True)
+        return list(names), _sharded.sums_over_ranks(list(listed), own)
 
     def _is_on_device(self, parameter: torch.Tensor) -> bool:
         return parameter.is_cuda or (self._lanes.simulate is not None and parameter.device.type == "cpu")
@@ -185,7 +215,10 @@ class Slots:
         return self._transfer
 
     def planes(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a bound parameter's planes by torch's names: fresh zero-copy tensors, or those on the device."""
+        """Return a bound parameter's planes by torch's names: fresh zero-copy tensors, or those on the device.
+
+        Each is of the shape of the parameter, or of what this rank has of it.
+        """
         # A tensor made in inference mode could not be written outside of it, ever.
         with torch.inference_mode(False):
             planes = {name: from_dlpack(plane) for name, plane in self.core.planes(parameter)}
@@ -204,8 +237,9 @@ class Slots:
         """Set residual or master, and perhaps the weight, from fp32 values in host memory."""
         with self._on_host(parameter) as (core, key, weight):
             core.write_master(key, weight, values, write_weight)
-            if write_weight and parameter.data_ptr() != weight.data_ptr():
-                parameter.detach().copy_(weight)
+            own = _sharded.local(parameter).detach()
+            if write_weight and own.data_ptr() != weight.data_ptr():
+                own.copy_(weight)
 
     def load_residual(self, parameter: torch.Tensor, residual: torch.Tensor) -> None:
         """Set a full master from the weight as it is and residuals in host memory."""
@@ -254,8 +288,9 @@ class Slots:
 
 
 def host_weight(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter, or a copy of it in host memory with its order of elements."""
-    return parameter if parameter.device.type == "cpu" else parameter.detach().to("cpu")
+    """Return what this rank has of a parameter, or a copy of it in host memory with its order of elements."""
+    own = _sharded.local(parameter)
+    return own if own.device.type == "cpu" else own.detach().to("cpu")
 
 
 def parameter_name(group: Group, index: int, position: int) -> str:

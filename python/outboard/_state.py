@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from outboard import _checkpoint
+from outboard import _checkpoint, _sharded
 from outboard._slots import Slots
 
 _MISSING: Any = object()
@@ -47,13 +47,17 @@ class ParameterState(dict[str, Any]):
         """Take the planes' tensors anew: amsgrad has added one, or the parameter's strides have changed."""
         assert self._slots is not None
         assert self._parameter is not None
-        tensors = self._slots.planes(self._parameter)
+        planes = self._slots.planes(self._parameter)
+        # The step is a count, and the same on all ranks.
+        tensors = {
+            key: plane if key == "step" else _sharded.like(plane, self._parameter) for key, plane in planes.items()
+        }
         for name, tensor in tensors.items():
             if name not in self._handed_out and name in self:
                 # Kept from a checkpoint until there was a plane for it.
                 tensor.copy_(self[name])
             super().__setitem__(name, tensor)
-        self._handed_out = {name: (tensor, tensor.data_ptr()) for name, tensor in tensors.items()}
+        self._handed_out = {name: (tensor, planes[name].data_ptr()) for name, tensor in tensors.items()}
 
     def plan(self, values: Mapping[str, Any]) -> tuple[_checkpoint.Plan, dict[str, Any]]:
         """Check an assignment of several keys; return what it does to the planes, and the rest."""
@@ -79,7 +83,7 @@ class ParameterState(dict[str, Any]):
         foreign = {
             name: self[name]
             for name, (tensor, address) in self._handed_out.items()
-            if self.get(name) is not tensor or tensor.data_ptr() != address
+            if self.get(name) is not tensor or _sharded.local(tensor).data_ptr() != address
         }
         try:
             return _checkpoint.plan(self._slots, self._parameter, foreign, partial=True) if foreign else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from outboard import _capture, _engines, _pending
+from outboard import _capture, _engines, _pending, _sharded, _wrappers
 from outboard._attach import Abandoned, Attachment
 from outboard._base import BaseOptimizer, one_at_a_time, outside_dynamo
 from outboard._native import GroupSettings, NonFiniteError, WorkerError
@@ -99,6 +99,7 @@ class SteppingOptimizer(BaseOptimizer):
                     chunk_elems=self._lanes.host_chunk_elems,
                     attached=overlaps,
                     lets_go=attachment is not None,
+                    combine=self._combine(),
                 )
         except WorkerError:
             # Some have failed, all have been taken.
@@ -127,6 +128,18 @@ class SteppingOptimizer(BaseOptimizer):
         if outcome.skipped:
             self._count_skipped(by_scaler=found_inf is not None and float(found_inf) != 0.0)
 
+    def _combine(self) -> Callable[[list[torch.Tensor], list[float]], tuple[list[str], list[float]]] | None:
+        """Return what adds up norms over ranks, where there is a norm of parameters that are spread over ranks."""
+        if not self._needs_all_gradients():
+            return None
+        if any(map(_wrappers.is_flattened, self._slots.listed())):
+            raise ValueError(
+                "max_grad_norm, compute_grad_norm and nonfinite need the gradients of all ranks, and parameters of "
+                "FullyShardedDataParallel (FSDP1) do not tell which rank has what: call the model's clip_grad_norm_(), "
+                "or use fully_shard (FSDP2)"
+            )
+        return self._slots.sums_over_ranks if self._slots.has_sharded() else None
+
     def _ready(self, attachment: Attachment | None) -> None:
         """Make what state there is to be, raise what has failed, let readers wait for what is to begin."""
         self._settle_others()
@@ -138,6 +151,7 @@ class SteppingOptimizer(BaseOptimizer):
             self._slots.bind_wanted(without_gradient=False)
         self._state.refresh()
         self._slots.settle()
+        _sharded.complete_gradients(self._slots.sharded, self._slots.name_of)
         if attachment is not None:
             self._core.wait([])  # raises what has failed since the last step, before anything is taken
             # Before anything begins: an interrupt may come as soon as it has.

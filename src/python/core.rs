@@ -6,6 +6,7 @@ use super::groups::{amsgrad, for_each_parameter};
 use super::lanes::{Choices, Engines, Lanes, transfer_named};
 use super::overlap::{GroupSettings, increment_version, order_after, submit};
 use super::parameters::{BindEntry, Parameters};
+use super::sharded::Sharded;
 use super::tensor::Place;
 use crate::engine::{Kept, Moments, NonFinite, Slot, StepOptions, StepReport};
 use crate::error::Error;
@@ -32,6 +33,8 @@ pub(super) struct Core {
     /// What Python is to warn of.
     pub(super) warnings: Vec<String>,
     pub(super) counts: DeviceCounts,
+    /// The stream of each device in whose order the program goes on: that of its latest `step`.
+    pub(super) homes: Vec<(Place, usize)>,
 }
 
 /// What has been counted of device work.
@@ -138,6 +141,7 @@ impl Core {
             fail_at: Vec::new(),
             warnings: Vec::new(),
             counts: DeviceCounts::default(),
+            homes: Vec::new(),
         })
     }
 
@@ -230,6 +234,19 @@ impl Core {
     /// The class that parameters have while their update is under way.
     fn set_pending_type(&mut self, pending_type: Bound<'_, PyType>) {
         self.parameters.reader.set_pending_type(pending_type.unbind());
+    }
+
+    /// The class of tensors that are spread over ranks, the ones that such a parameter has while its update is under way and
+    /// its gradient while it is watched, and the descriptor of the tensor within.
+    fn set_sharded_types(
+        &mut self,
+        kind: Bound<'_, PyType>,
+        pending: Bound<'_, PyType>,
+        watched: Bound<'_, PyType>,
+        local: Bound<'_, PyAny>,
+    ) {
+        let types = [kind, pending, watched].map(Bound::unbind);
+        self.parameters.reader.set_sharded(Sharded::new(types, local.unbind()));
     }
 
     /// Takes a parameter and its gradient for an update that begins at once, in a hook. Whether it was taken: not one in host
@@ -327,9 +344,11 @@ impl Core {
 
     /// Steps every parameter of the groups that has a gradient. All of them must be bound.
     /// `attached`: returns once engines have taken over, with parameters on devices marked as pending. `lets_go`: their
-    /// gradients are dropped once they are taken, or skipped.
+    /// gradients are dropped once they are taken, or skipped. `combine`, where parameters are spread over ranks, is called
+    /// with those that have a gradient here and the sum of squares of each; it returns the names of all that the norm is of,
+    /// and their sums.
     #[pyo3(signature = (groups, *, max_grad_norm, compute_grad_norm, nonfinite, grad_scale, found_inf, seed, chunk_elems,
-        attached, lets_go))]
+        attached, lets_go, combine=None))]
     #[allow(clippy::fn_params_excessive_bools)] // keywords, of one caller
     fn step(
         &mut self,
@@ -344,6 +363,7 @@ impl Core {
         chunk_elems: usize,
         attached: bool,
         lets_go: bool,
+        combine: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<StepOutcome> {
         let nonfinite = match nonfinite {
             "propagate" => NonFinite::Propagate,
@@ -393,7 +413,11 @@ impl Core {
             // Before anything begins: other threads may read weights as soon as the interpreter is let go.
             on_devices.iter().try_for_each(|parameter| self.parameters.reader.mark(parameter.bind(py)))?;
         }
-        let result = self.run(py, &pool, jobs, options, attached);
+        let result = self.run(py, &pool, jobs, options, attached, combine);
+        if attached {
+            let places: Vec<Place> = self.engines.all().map(|(place, _)| place).collect();
+            self.homes = places.into_iter().map(|place| Ok((place, self.stream(py, place)?))).collect::<PyResult<_>>()?;
+        }
         let has_failed = result.as_ref().is_err_and(|error| error.is_instance_of::<WorkerError>(py));
         if lets_go && (result.is_ok() || has_failed) {
             let grad = intern!(py, "grad");

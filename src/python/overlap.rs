@@ -187,6 +187,9 @@ struct Wait {
     place: Place,
     engine: Arc<dyn Lanes>,
     stream: usize,
+    /// The stream of the latest `step`, if it is another: whoever waits takes the mark off, so that stream's later reads
+    /// would wait for nothing (FSDP2 reads weights on streams of its own).
+    home: Option<usize>,
     slots: Vec<usize>,
 }
 
@@ -204,13 +207,19 @@ pub(super) fn order_after(core: &Bound<'_, Core>, parameters: Vec<Bound<'_, PyAn
                 wait.slots.push(index);
             } else if let Some(engine) = core.engines.get(place) {
                 // Without an engine nothing is under way.
-                waits.push(Wait { place, engine, stream: core.stream(py, place)?, slots: vec![index] });
+                let stream = core.stream(py, place)?;
+                let home = core.homes.iter().find(|&&(known, home)| known == place && home != stream);
+                let home = home.map(|&(_, home)| home);
+                waits.push(Wait { place, engine, stream, home, slots: vec![index] });
             }
         }
     }
     let mut stalled = 0.0;
-    for Wait { place, engine, stream, slots } in waits {
+    for Wait { place, engine, stream, home, slots } in waits {
         stalled += engine.wait_with(&slots, stream, &mut detached(py))?;
+        if let Some(home) = home {
+            stalled += engine.wait_with(&slots, home, &mut detached(py))?;
+        }
         if place == Place::Simulated {
             // Those who read it next do so at once.
             py.detach(|| engine.wait_on_host(&slots))?;

@@ -151,7 +151,7 @@ impl Parameters {
             let (mut weight, layout) = self.reader.read(&parameter, Role::Parameter, &|| name.clone(), read)?;
             weight.place = self.place_of(weight.place);
             refuse_overlap(&name, &layout)?;
-            refuse_negated(&parameter, &name)?;
+            refuse_negated(&self.reader.local(&parameter)?, &name)?;
             let state = layout.dense_like();
             let mut binding = Binding::new(&parameter, &weight, layout, &state);
             binding.resident = resident.map(|planes| Resident::new(&self.reader, &planes)).transpose()?;
@@ -266,7 +266,7 @@ impl Parameters {
         }
         self.unchecked |= changed.is_some() || weight.data != binding.data;
         if binding.may_be_negated || changed.is_some() {
-            refuse_negated(parameter, &spec.name)?;
+            refuse_negated(&self.reader.local(parameter)?, &spec.name)?;
         }
         if let Some(layout) = changed {
             self.follow(parameter.py(), index, layout)?;
@@ -334,6 +334,7 @@ impl Parameters {
         config: AdamWConfig,
         unscale: bool,
     ) -> PyResult<Job<'py>> {
+        let grad = self.reader.local(&grad)?;
         let weight = self.weight(index, parameter)?;
         let (mut grad_tensor, grad_walks, grad_has_own_layout) = self.gradient(index, &grad, unscale)?;
         grad_tensor.place = self.place_of(grad_tensor.place);
@@ -429,7 +430,7 @@ impl Parameters {
         if self.bindings[index].walks.is_dense() {
             job.holds.weight = Some(self.reader.hold(parameter)?);
         } else {
-            let (dense, address) = copy(parameter)?;
+            let (dense, address) = copy(&self.reader.local(parameter)?)?;
             job.weight.data = address;
             job.holds.weight = Some(self.reader.hold(&dense)?);
             job.stand_in = Some(dense);

@@ -13,6 +13,7 @@ use crate::kernel::{AdamWConfig, Constants, Isa};
 use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 use std::sync::Arc;
 
 /// A device that takes part in a step: where it is, its engine, and torch's current stream on it.
@@ -47,6 +48,7 @@ impl Core {
         jobs: Vec<Option<Job<'_>>>,
         mut options: StepOptions,
         attached: bool,
+        combine: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<StepReport> {
         let isa = self.isa;
         let parties = self.parties(py, &jobs)?;
@@ -57,9 +59,11 @@ impl Core {
         let mut updates = Vec::with_capacity(jobs.len());
         let mut on_devices: Vec<DeviceJob<'_, '_>> = Vec::new();
         let mut order = Vec::with_capacity(jobs.len());
+        let mut with_gradient = Vec::with_capacity(jobs.len());
         let mut kept_alive = Vec::with_capacity(jobs.len());
         for (index, ((slot, binding), job)) in slots.iter_mut().zip(&*bindings).zip(jobs).enumerate() {
             let Some(job) = job else { continue };
+            with_gradient.push(index);
             if let Some(party) = parties.iter().position(|party| party.place == job.place()) {
                 refuse_poisoned(slot)?;
                 order.push(Whose::Device(on_devices.len()));
@@ -83,7 +87,19 @@ impl Core {
         }
         engine::check(pool, &updates, &options)?;
 
-        let verdict = judge(py, pool, isa, &updates, &on_devices, &order, &parties, &options)?;
+        let squares = squares(py, pool, isa, &updates, &on_devices, &order, &parties, &options)?;
+        let name = |position: usize| match order[position] {
+            Whose::Host(at) => updates[at].slot.spec.name.to_string(),
+            Whose::Device(at) => on_devices[at].slot.spec.name.to_string(),
+        };
+        let verdict = match combine.filter(|_| options.want_norm()) {
+            Some(combine) => {
+                let parameters = PyList::new(py, with_gradient.iter().map(|&index| &bindings[index].parameter))?;
+                let (names, squares): (Vec<String>, Vec<f64>) = combine.call1((parameters, squares))?.extract()?;
+                engine::judge(&options, &squares, |position| names[position].clone())?
+            }
+            None => engine::judge(&options, &squares, name)?,
+        };
         if verdict.skipped {
             return Ok(StepReport { grad_norm: verdict.grad_norm, skipped: true, ..StepReport::default() });
         }
@@ -114,8 +130,8 @@ impl Core {
             report
         });
         for (index, stand_in) in stand_ins {
-            let parameter = self.parameters.bindings[index].parameter.bind(py).call_method0(intern!(py, "detach"))?;
-            parameter.call_method1(intern!(py, "copy_"), (stand_in,))?;
+            let weight = self.parameters.reader.local(self.parameters.bindings[index].parameter.bind(py))?;
+            weight.call_method0(intern!(py, "detach"))?.call_method1(intern!(py, "copy_"), (stand_in,))?;
         }
         for grad in scaled {
             // The same division in fp32, rounded once.
@@ -148,8 +164,8 @@ impl Core {
     }
 }
 
-/// Applies the policies to all gradients of a step, wherever they are.
-fn judge(
+/// The sum of squares of each gradient of a step, wherever it is, in the order of slots, if the options ask for a norm.
+fn squares(
     py: Python<'_>,
     pool: &WorkerPool,
     isa: Isa,
@@ -158,7 +174,7 @@ fn judge(
     order: &[Whose],
     parties: &[Party],
     options: &StepOptions,
-) -> PyResult<Verdict> {
+) -> PyResult<Vec<f64>> {
     let mut squares = Vec::new();
     if options.want_norm() {
         let of_devices = device_squares(py, pool, isa, on_devices, parties, options)?;
@@ -168,11 +184,7 @@ fn judge(
             Whose::Device(at) => of_devices[at],
         }));
     }
-    let name = |position: usize| match order[position] {
-        Whose::Host(at) => updates[at].slot.spec.name.to_string(),
-        Whose::Device(at) => on_devices[at].slot.spec.name.to_string(),
-    };
-    Ok(engine::judge(options, &squares, name)?)
+    Ok(squares)
 }
 
 /// The sum of squares of each gradient of a device's parameters, on the device or where it has been offloaded to.

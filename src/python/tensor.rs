@@ -2,6 +2,7 @@
 //! table (about 20 ns), through attributes otherwise (about 1 microsecond).
 
 use super::dlpack::{self, DLDataType, DLDevice, DLTensor, ExchangeApi};
+use super::sharded::Sharded;
 use crate::engine::{GradElements, GradView, WeightView};
 use crate::error::Error;
 use crate::memory::{Element, Layout, StridedMut, StridedRef, Walks};
@@ -191,6 +192,8 @@ pub(super) struct TensorReader {
     parameter_type: Py<PyType>,
     /// The class that parameters have while their update is under way.
     pending_type: Option<Py<PyType>>,
+    /// The class of tensors that are spread over ranks, once there is one.
+    sharded: Option<Sharded>,
 }
 
 impl TensorReader {
@@ -202,6 +205,7 @@ impl TensorReader {
             tensor_type: tensor_type.cast_into::<PyType>()?.unbind(),
             parameter_type: parameter_type.cast_into::<PyType>()?.unbind(),
             pending_type: None,
+            sharded: None,
         })
     }
 
@@ -210,13 +214,27 @@ impl TensorReader {
         self.pending_type = Some(pending_type);
     }
 
+    /// Reads what this rank has of tensors of a class that are spread over ranks.
+    pub(super) fn set_sharded(&mut self, sharded: Sharded) {
+        self.sharded = Some(sharded);
+    }
+
+    /// The tensor that has the memory: what this rank has of one that is spread over ranks, or the tensor itself.
+    pub(super) fn local<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let within = self.sharded.as_ref().and_then(|sharded| sharded.local(tensor));
+        within.unwrap_or_else(|| Ok(tensor.clone()))
+    }
+
     /// Gives a parameter the class of those whose update is under way, if it is one that can have it.
     pub(super) fn mark(&self, parameter: &Bound<'_, PyAny>) -> PyResult<()> {
-        match &self.pending_type {
-            Some(pending) if parameter.get_type().is(&self.parameter_type) => {
-                parameter.setattr(intern!(parameter.py(), "__class__"), pending)
-            }
-            _ => Ok(()),
+        let pending = if parameter.get_type().is(&self.parameter_type) {
+            self.pending_type.as_ref()
+        } else {
+            self.sharded.as_ref().and_then(|sharded| sharded.pending_for(parameter))
+        };
+        match pending {
+            Some(pending) => parameter.setattr(intern!(parameter.py(), "__class__"), pending),
+            None => Ok(()),
         }
     }
 
@@ -228,6 +246,7 @@ impl TensorReader {
 
     /// A hold on a tensor's memory, also if the tensor is given other memory meanwhile.
     pub(super) fn hold(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Hold> {
+        let tensor = &self.local(tensor)?;
         match self.api.filter(|_| self.is_plain(&tensor.get_type())) {
             Some(api) => Ok(Hold::Memory(dlpack::Managed::of(api, tensor)?)),
             None => Ok(Hold::Object(tensor.clone().unbind())),
@@ -245,6 +264,7 @@ impl TensorReader {
 
     /// The address of a tensor's elements, whatever its dtype and device.
     pub(super) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let tensor = &self.local(tensor)?;
         if let Some(read) = self.api.filter(|_| self.is_plain(&tensor.get_type())).and_then(dlpack::reader) {
             let mut raw = MaybeUninit::<DLTensor>::uninit();
             // SAFETY: torch's own function on an object of exactly its tensor type; it fills `raw` if it returns 0.
@@ -267,6 +287,7 @@ impl TensorReader {
         name: &dyn Fn() -> String,
         then: impl FnOnce(RawTensor, &Shape<'_>) -> PyResult<R>,
     ) -> PyResult<R> {
+        let tensor = &self.local(tensor)?;
         let kind = tensor.get_type();
         if let Some(read) = self.api.filter(|_| self.is_plain(&kind)).and_then(dlpack::reader) {
             let mut raw = MaybeUninit::<DLTensor>::uninit();

@@ -1,0 +1,254 @@
+"""Tensors that are spread over ranks (torch's DTensor): what this rank has of them, and sums over all ranks.
+
+An update is one rank's own: the shard of the weight, that of the gradient, and state of the same shape. Only the norm
+of all gradients, and what is decided by it, is the same for all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def kind() -> Any:
+    """Return the class DTensor, or None where nobody can have made one: importing it takes a while."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, replicated ones too."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return False
+    dtensor = kind()
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def local_descriptor() -> Any:
+    """Return what gets a DTensor's local tensor: also of one whose update is under way, without waiting for it."""
+    return kind().__dict__["_local_tensor"]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a DTensor, of its shard's shape, or the tensor itself; waits for nothing."""
+    if not is_sharded(tensor):
+        return tensor
+    found: torch.Tensor = local_descriptor().__get__(tensor)
+    return found
+
+
+class _Watched:
+    """A gradient until somebody may have changed it: then it has its own class again.
+
+    Versions do not tell. `clip_grad_norm_` (foreach) raises neither that of the DTensor nor that of the tensor within,
+    and the latter is shared by all gradients that FSDP2 reduces together.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operation; give gradients that it may write their own class back."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        # Also copies, which are of the class that they are made of.
+        is_read = name in ("__get__", "__set__", "__delete__") or not name.endswith("_")
+        if not is_read or name.startswith("__i") or "out" in kwargs or name in ("__deepcopy__", "__reduce_ex__"):
+            _unwatch((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = _read(func, *args, **kwargs)
+        if _shares_memory(result, args):
+            _unwatch((args, kwargs))  # a view, which may be written to
+        return result
+
+    def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As that of DTensor, which reads."""
+        return _read(kind().full_tensor, self, *args, **kwargs)
+
+    def redistribute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As that of DTensor, which reads."""
+        return _read(kind().redistribute, self, *args, **kwargs)
+
+
+class _Reading(threading.local):
+    #: Whether what asks for the tensor within a gradient only reads it.
+    is_on = False
+
+
+_reading = _Reading()
+_watched: Any = None
+
+
+def watched() -> Any:
+    """Return the class of gradients that are watched."""
+    global _watched
+    if _watched is None:
+        descriptor = local_descriptor()
+
+        def get_local(self: Any) -> torch.Tensor:
+            if not _reading.is_on:
+                self.__class__ = kind()  # whoever has the tensor within may write to it
+            found: torch.Tensor = descriptor.__get__(self)
+            return found
+
+        members = {"__slots__": (), "_local_tensor": property(get_local, descriptor.__set__), "__module__": __name__}
+        _watched = type("WatchedDTensor", (_Watched, kind()), members)
+    return _watched
+
+
+def _read(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, _reading.is_on = _reading.is_on, True
+    try:
+        return method(*args, **kwargs)
+    finally:
+        _reading.is_on = before
+
+
+def _shares_memory(result: Any, args: Any) -> bool:
+    """Whether an operation has returned a view of its first argument."""
+    own: Any = args[0] if args else None
+    if type(own) is not _watched or not is_sharded(result) or result is own:
+        return False
+    here, there = (local(tensor).untyped_storage().data_ptr() for tensor in (own, result))
+    return here == there and here != 0
+
+
+def _unwatch(value: Any) -> None:
+    if type(value) is _watched:
+        value.__class__ = kind()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _unwatch(item)
+    elif isinstance(value, dict):
+        _unwatch(list(value.values()))
+
+
+def watch(grad: torch.Tensor) -> int:
+    """Return what `is_unchanged` is to be asked with later, for a gradient as it is now."""
+    if is_sharded(grad):
+        grad.__class__ = watched()
+    return grad._version
+
+
+def is_unchanged(grad: torch.Tensor, seen: int) -> bool:
+    """Whether a gradient is as it was when `watch` returned `seen`."""
+    return grad._version == seen and (type(grad) is _watched or not is_sharded(grad))
+
+
+def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor over a tensor of the shape of a parameter's shard, on any device; a plain one's own tensor."""
+    if not is_sharded(parameter):
+        return tensor
+    # As torch's FSDP2 makes its own: the public constructor moves what is in host memory to the mesh's device.
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, tensor.dtype)
+    made: torch.Tensor = kind()(tensor, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+    return made
+
+
+def part_of(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
+    """Return what belongs to this rank of a value for a parameter, of the parameter's (global) shape.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a DTensor that is not spread as the parameter is; nothing is sent to other ranks here.
+    """
+    if not is_sharded(value) and not is_sharded(parameter):
+        return value
+    if not is_sharded(parameter):
+        raise TypeError(f"{what} is a DTensor, and the parameter is not: give its full_tensor()")
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    if is_sharded(value):
+        found: Any = value._spec  # type: ignore[attr-defined]
+        if found.mesh != spec.mesh or found.placements != spec.placements:
+            raise ValueError(
+                f"{what} is spread as {found.placements} over {found.mesh}, the parameter as {spec.placements} over "
+                f"{spec.mesh}: load it by torch.distributed.checkpoint, which brings shards to where they belong"
+            )
+        return local(value)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, spec.mesh, spec.placements)
+    own = local(parameter)
+    if 0 in own.shape:
+        return value.new_empty(own.shape)
+    if tuple(shape) != tuple(own.shape):
+        raise ValueError(
+            f"{what} is a whole tensor, of which this rank's part ({tuple(own.shape)}) cannot be told: load it by "
+            "torch.distributed.checkpoint"
+        )
+    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def is_complete(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Whether a gradient can be used as it is: a DTensor that is spread as its parameter, and has arrived."""
+    if not is_sharded(parameter):
+        return True
+    same: bool = is_sharded(grad) and grad._spec.placements == parameter._spec.placements  # type: ignore[attr-defined]
+    return same and type(local(grad)) is torch.Tensor
+
+
+def complete_gradients(parameters: Iterable[torch.Tensor], name_of: Callable[[torch.Tensor], str]) -> None:
+    """Bring gradients of DTensors to where their parameters are: sums over ranks that are due, other placements.
+
+    As torch's own optimizers do within their operations. In the order of the parameters, on every rank.
+    """
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None or is_complete(parameter, grad):
+            continue
+        if not is_sharded(grad):
+            raise TypeError(f"the gradient of {name_of(parameter)} is a plain tensor, and the parameter a DTensor")
+        spec: Any = parameter._spec  # type: ignore[attr-defined]
+        with torch.no_grad():
+            moved = grad.redistribute(spec.mesh, spec.placements)  # type: ignore[attr-defined]
+            # What a collective is still to fill is waited for.
+            arrived = moved.to_local()
+            arrived = arrived.wait() if hasattr(arrived, "wait") else arrived
+            parameter.grad = like(arrived, parameter)
+
+
+def sums_over_ranks(parameters: list[torch.Tensor], own: dict[int, float]) -> list[float]:
+    """Return the sum of squares of each gradient over all ranks that have a part of it, in fp64.
+
+    Parameters
+    ----------
+    parameters : list of Tensor
+        The same on all ranks, in the same order.
+    own : dict
+        This rank's sums by the parameter's id; nothing for one that has no gradient here.
+
+    Returns
+    -------
+    list of float
+        The same bits on all ranks: ranks are added up in the order of the mesh.
+    """
+    sums = [own.get(id(parameter), 0.0) for parameter in parameters]
+    families: dict[Any, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        if is_sharded(parameter):
+            spec: Any = parameter._spec  # type: ignore[attr-defined]
+            spread = tuple(dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate())
+            if spread and spec.mesh.get_coordinate() is not None:
+                families.setdefault((spec.mesh, spread), []).append(index)
+    for (mesh, spread), indices in families.items():
+        vector = torch.tensor([sums[index] for index in indices], dtype=torch.float64, device=mesh.device_type)
+        for dim in spread:
+            group = mesh.get_group(dim)
+            parts = [torch.empty_like(vector) for _ in range(group.size())]
+            torch.distributed.all_gather(parts, vector, group=group)
+            vector = parts[0]
+            for part in parts[1:]:
+                vector = vector + part
+        for index, total in zip(indices, vector.tolist(), strict=True):
+            sums[index] = total
+    return sums
