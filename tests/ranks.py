@@ -58,7 +58,8 @@ def _rank(
         torch.set_num_threads(1)
         if device == "cuda":
             torch.cuda.set_device(rank)
-        backend = "nccl" if device == "cuda" else "gloo"
+        # State is in host memory: what is gathered or sent of it there goes over gloo.
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         limit = timedelta(seconds=60)
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=limit)
         worker(device, *arguments)
