@@ -143,14 +143,18 @@ def python(_nursery: Any, tmp_path: Path) -> Callable[..., str]:
 def ranks(request: pytest.FixtureRequest, python: Callable[..., str]) -> Callable[..., str]:
     """Return a function that calls a worker (see `ranks.run`) in several processes, and returns what they printed.
 
-    Over gloo, with host memory as a device with lanes, or over NCCL with a GPU for each.
+    Over gloo, with host memory as a device with lanes, or over NCCL with a GPU for each: fewer, if there are no more
+    and the worker can do with `at_least` as many.
     """
     seed = zlib.crc32(request.node.name.encode()) ^ int(os.environ.get("OUTBOARD_LANES_SEED", "0"))
     is_cuda = request.param == "cuda"
 
-    def run(worker: Callable[..., None], world_size: int, *arguments: Any) -> str:
-        if is_cuda and torch.cuda.device_count() < world_size:
-            pytest.skip(f"needs {world_size} CUDA devices, there are {torch.cuda.device_count()}")
+    def run(worker: Callable[..., None], world_size: int, *arguments: Any, at_least: int | None = None) -> str:
+        if is_cuda:
+            devices = torch.cuda.device_count()
+            if devices < (at_least or world_size):
+                pytest.skip(f"needs {at_least or world_size} CUDA devices, there are {devices}")
+            world_size = min(world_size, devices)
         program = f"""
             import json, sys, warnings
             import {worker.__module__}

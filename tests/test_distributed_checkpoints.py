@@ -126,7 +126,7 @@ def load(device: str, path: str, dtype_name: str) -> None:
 def test_saved_by_two_ranks_loaded_by_one_and_by_four(ranks, tmp_path, dtype) -> None:
     ranks(save, 2, str(tmp_path), dtype)
     for world_size in (2, 1, 4):
-        ranks(load, world_size, str(tmp_path), dtype)
+        ranks(load, world_size, str(tmp_path), dtype, at_least=1)
 
 
 def fresh(device: str, path: str) -> None:

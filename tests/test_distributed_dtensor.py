@@ -100,7 +100,7 @@ def equal(device: str, kind: str, eager: Any, attaches: bool) -> None:
 )
 @pytest.mark.parametrize(("eager", "attaches"), [("auto", False), ("auto", True), (True, True), (False, True)])
 def test_equal_to_torch(ranks, kind, world_size, eager, attaches) -> None:
-    ranks(equal, world_size, kind, eager, attaches)
+    ranks(equal, world_size, kind, eager, attaches, at_least=2)
 
 
 #: Global shape and placements over a mesh of 2 x 2: rows that do not divide, fewer rows than ranks, none, one element.
@@ -121,7 +121,7 @@ SHAPES = [
 
 def parameters(device: str, dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
     """Return parameters spread in every way, and whole copies of them, the same on all ranks."""
-    mesh = init_device_mesh(device, (2, 2))
+    mesh = init_device_mesh(device, (2, dist.get_world_size() // 2))
     generator = torch.Generator().manual_seed(3)
     wholes = [torch.randn(shape, generator=generator).to(dtype) for shape, _ in SHAPES]
     spread = [
@@ -188,7 +188,7 @@ def every_shape(device: str, dtype_name: str, limit: float | None, share: float)
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("share", [0, 1.0])
 def test_every_shape(ranks, dtype, limit, share) -> None:
-    ranks(every_shape, 4, dtype, limit, share)
+    ranks(every_shape, 4, dtype, limit, share, at_least=2)
 
 
 def gradients(device: str) -> None:

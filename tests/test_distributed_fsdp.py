@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 import outboard
 from oracle import assert_same
+from outboard import _pending
 from ranks import agree, batches, host, model, small_ones_have_hooks, with_lanes
 
 STEPS = 6
@@ -286,8 +287,11 @@ def readers(device: str) -> None:
             optimizer = outboard.AdamW(module.parameters(), lr=1e-2, eager=False, threads=1).attach(module)
         module(next(batches(1)).to(device)).square().mean().backward()
         optimizer.step()
+        # It has returned with updates under way: they overlap what follows.
+        assert all(map(_pending.is_pending, module.parameters()))
         early = read(module)
         optimizer.synchronize()
+        assert not any(map(_pending.is_pending, module.parameters()))
         late = read(module)
         for a, b in zip(early, late, strict=True):
             assert_same(a, b, f"reader {number}")

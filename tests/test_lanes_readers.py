@@ -551,3 +551,33 @@ def test_gradients_of_a_step_are_kept_until_it_is_done(rig) -> None:
         junk = [torch.full_like(p, float("nan")) for p in rig.twin.model.parameters()]
         del junk
     rig.twin.check(rig.opt)
+
+
+@pytest.mark.cuda
+def test_a_reader_on_another_stream_takes_nothing_from_the_training_stream() -> None:
+    """Whoever waits takes the mark off a weight, on whatever stream: the stream of the step is ordered all the same."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(1 << 22, device="cuda"))
+    model = torch.nn.Module()
+    model.p = p
+    opt = outboard.AdamW([p], lr=0.1, mode="cpu", threads=1).attach(model)
+    expected = torch.nn.Parameter(p.detach().cpu().clone())
+    grad = torch.randn(1 << 22)
+    expected.grad = grad.clone()
+    outboard.AdamW([expected], lr=0.1, threads=1).step()
+    side = torch.cuda.Stream()
+    # What the gradient waits for: nothing lands before.
+    late = torch.cuda.Stream()
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(400_000_000)
+        set_grad(p, grad.to("cuda", non_blocking=True))
+    torch.cuda.current_stream().wait_stream(late)
+    opt.step()
+    assert is_pending(p)
+    with torch.cuda.stream(side):
+        elsewhere = p.detach() * 1
+    assert not is_pending(p)
+    here = p.detach() * 1
+    assert_same(here.cpu(), expected.detach())
+    side.synchronize()
+    assert_same(elsewhere.cpu(), expected.detach())
