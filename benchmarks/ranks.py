@@ -2,8 +2,8 @@
 
     python benchmarks/ranks.py [--gpus 2] [--model gpt-350m] [--batch 4] [--steps 20] [--wrap ddp fsdp2] [--json]
 
-fp32 weights, bf16 autocast, every side in processes of its own on the same batches. torch runs three times: its fused
-kernel twice, and its foreach one, which rounds otherwise; that is how far apart torch's own results are. `loss` and
+fp32 weights, bf16 autocast, every side in processes of its own on the same batches. torch runs four times: its fused
+kernel thrice, and its foreach one, which rounds otherwise; that is how far apart torch's own results are. `loss` and
 `weight` are the largest differences to torch's first run, over all steps and over all weights of rank 0 (under FSDP2,
 of its shards). `step` is the median of the steps after the first three; `held` is device memory that is allocated after
 the last step, `peak` the most there was; both in GiB and of rank 0. `state` is the state that the rank has in host
@@ -30,7 +30,7 @@ import outboard
 from outboard.bench.common import machine, versions
 from outboard.bench.models import MODELS, build
 
-SIDES = ("torch fused", "torch fused again", "torch foreach", "outboard")
+SIDES = ("torch fused", "torch fused, second run", "torch fused, third run", "torch foreach", "outboard")
 GIB = 2**30
 
 
@@ -61,7 +61,7 @@ def train(rank: int, options: argparse.Namespace, how: str, side: str, folder: s
     os.environ.update(LOCAL_WORLD_SIZE=str(options.gpus))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    store = f"file://{folder}/store-{how}-{side.replace(' ', '-')}"
+    store = f"file://{folder}/store-{how}-{SIDES.index(side)}"
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=rank, world_size=options.gpus)
     model = wrap(build(options.model, 0, torch.float32, device), how, options.gpus, device)
     optimizer = optimizer_of(side, model)

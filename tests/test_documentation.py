@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from outboard._lanes import LaneOptions
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS_A_GPU = "# needs a GPU"
+RANKS = re.compile(r"^# torchrun --nproc-per-node (\d+)")
 
 
 def blocks() -> list[object]:
@@ -31,6 +34,16 @@ def blocks() -> list[object]:
 @pytest.mark.parametrize(("page", "code"), blocks())
 def test_block(page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    ranks = RANKS.match(code.lstrip("\n"))
+    if ranks:
+        program = tmp_path / "this.py"
+        program.write_text(code)
+        devices = torch.cuda.device_count()
+        if 0 < devices < int(ranks[1]):
+            pytest.skip(f"needs {ranks[1]} CUDA devices or none, there are {devices}")
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]]
+        subprocess.run([*launch, str(program)], check=True, timeout=120)
+        return
     if not torch.cuda.is_available():
         monkeypatch.setattr(LaneOptions, "simulate", 7)
     exec(compile(code, page, "exec"), {"__name__": "__main__"})

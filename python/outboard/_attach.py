@@ -148,6 +148,11 @@ class Attachment:
         """Note whether a DDP wrapper is going to average gradients."""
         self.backward.averaging.note(wrapper)
 
+    def buckets_are_written(self) -> None:
+        """Let the backward that follows wait for what still reads its buckets: updates, and gradients on their way."""
+        self.readers.resolve_all()
+        self.backward.wait_for_offloads()
+
     def shards_are_read(self, group: Any, async_op: bool) -> None:
         """Let the stream on which FSDP2 reads shards wait for them."""
         if backward_here() != -1:

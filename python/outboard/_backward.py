@@ -283,6 +283,11 @@ class Backward:
                 self._offloaded[id(parameter)] = parameter
                 self._times_offloaded[id(parameter)] += 1
 
+    def wait_for_offloads(self) -> None:
+        """Wait until gradients that are leaving the device have left it: what has them is about to be written."""
+        if self._offloaded:
+            self._opt._core.synchronize()
+
     def backward_has_ended(self) -> None:
         """Offload the gradients of those that have no hooks; `step()` takes them otherwise."""
         self._end = nothing

@@ -114,7 +114,7 @@ class _EndOfForward(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         attachment: Attachment | None = self._target()
         if attachment is not None:
-            attachment.compiled_begins()
+            attachment.buckets_are_written()
 
 
 class _Unshard(_Hook):
