@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,17 +21,15 @@ from outboard._hooks import (
     _Unshard,
     _WrapperHook,
 )
+from outboard._owner import Owner
 from outboard._readers import Readers
 from outboard._roster import Roster
-
-if TYPE_CHECKING:
-    from outboard._stepping import SteppingOptimizer
 
 
 class Attachment:
     """The hooks of one optimizer on its models."""
 
-    def __init__(self, optimizer: SteppingOptimizer) -> None:
+    def __init__(self, optimizer: Owner) -> None:
         reference = weakref.ref(optimizer)
 
         def groups() -> list[dict[str, Any]]:

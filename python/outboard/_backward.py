@@ -10,19 +10,17 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from outboard import _capture, _pending, _sharded
 from outboard._hooks import _EndOfBackward, nothing
 from outboard._native import GroupSettings
+from outboard._owner import Owner
 from outboard._readers import Readers
 from outboard._roster import Roster
 from outboard._wrappers import Averaging
-
-if TYPE_CHECKING:
-    from outboard._stepping import SteppingOptimizer
 
 #: The number of the backward that runs on this thread; -1: none. Private in torch: without it reentrant checkpointing
 #: counts a backward for each of its segments.
@@ -81,7 +79,7 @@ class _Taken:
 class Backward:
     """The gradients of one attached optimizer."""
 
-    def __init__(self, optimizer: Callable[[], SteppingOptimizer | None], roster: Roster, readers: Readers) -> None:
+    def __init__(self, optimizer: Callable[[], Owner | None], roster: Roster, readers: Readers) -> None:
         self._optimizer = optimizer
         self._roster = roster
         self._readers = readers
@@ -111,7 +109,7 @@ class Backward:
         self.hook_seconds = 0.0
 
     @property
-    def _opt(self) -> SteppingOptimizer:
+    def _opt(self) -> Owner:
         optimizer = self._optimizer()
         assert optimizer is not None, "an attachment lives in its optimizer"
         return optimizer

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-if TYPE_CHECKING:
-    from outboard._attach import Attachment
-    from outboard._backward import Backward
+from outboard._owner import Ending, Follower
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_compiled(function: _Function) -> _Function:
+    """Make a compiled caller break its graph at a hook that waits, and say why where it may not (`fullgraph=True`)."""
+    outside: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    outside._torchdynamo_disable = True
+    outside._torchdynamo_disable_msg = (
+        "outboard waits for weights here, which cannot be compiled: compile the model first, and attach() what "
+        "torch.compile() has returned, or the model that was .compile()d"
+    )
+    return cast("_Function", outside)
 
 
 class Uses:
@@ -52,7 +63,10 @@ class _Hook:
 
 class _GradientHook(_Hook):
     def __call__(self, parameter: torch.Tensor) -> None:
-        attachment: Attachment | None = self._target()
+        if torch.compiler.is_compiling():
+            # Compiled autograd traces hooks. `step()` takes the gradients of such a backward.
+            return
+        attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.gradient_is_ready(parameter)
 
@@ -61,7 +75,7 @@ class _EndOfBackward(_Hook):
     """Queued in one backward, which alone keeps it: it goes with a backward that ends with an exception."""
 
     def __call__(self) -> None:
-        backward: Backward | None = self._target()
+        backward: Ending | None = self._target()
         if backward is not None:
             backward.backward_has_ended()
 
@@ -69,12 +83,13 @@ class _EndOfBackward(_Hook):
 class _ForwardHook(_Hook):
     """On one module, for its own parameters."""
 
-    def __init__(self, attachment: Attachment | None = None, uses: Uses | None = None) -> None:
+    def __init__(self, attachment: Follower | None = None, uses: Uses | None = None) -> None:
         super().__init__(attachment)
         self._uses = None if uses is None else weakref.ref(uses)
 
+    @outside_compiled
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        attachment: Attachment | None = self._target()
+        attachment: Follower | None = self._target()
         if attachment is not None:
             uses = self._uses()  # type: ignore[misc]
             if uses is not None:
@@ -84,8 +99,9 @@ class _ForwardHook(_Hook):
 class _ModelHook(_Hook):
     """On a whole model, for those of its modules that are not called themselves."""
 
+    @outside_compiled
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        attachment: Attachment | None = self._target()
+        attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.model_begins()
 
@@ -93,8 +109,9 @@ class _ModelHook(_Hook):
 class _CompiledHook(_Hook):
     """Outside a compiled region, for all parameters in it."""
 
+    @outside_compiled
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        attachment: Attachment | None = self._target()
+        attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.compiled_begins()
 
@@ -102,8 +119,9 @@ class _CompiledHook(_Hook):
 class _WrapperHook(_Hook):
     """On a DDP wrapper."""
 
+    @outside_compiled
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        attachment: Attachment | None = self._target()
+        attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.wrapper_begins(module)
 
@@ -111,8 +129,9 @@ class _WrapperHook(_Hook):
 class _EndOfForward(_Hook):
     """On a DDP wrapper whose gradients are views of buckets that the next backward writes to."""
 
+    @outside_compiled
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        attachment: Attachment | None = self._target()
+        attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.buckets_are_written()
 
@@ -120,7 +139,7 @@ class _EndOfForward(_Hook):
 class _Unshard(_Hook):
     """In place of the method by which FSDP2 reads the shards of a group of parameters, wherever it is called from."""
 
-    def __init__(self, attachment: Attachment | None = None, group: Any = None) -> None:
+    def __init__(self, attachment: Follower | None = None, group: Any = None) -> None:
         super().__init__(attachment)
         self._group: Callable[[], Any] = nothing if group is None else weakref.ref(group)
         if group is not None:
@@ -128,7 +147,7 @@ class _Unshard(_Hook):
 
     def __call__(self, async_op: bool = False) -> Any:
         group = self._group()
-        attachment: Attachment | None = self._target()
+        attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.shards_are_read(group, async_op)
         return type(group).unshard(group, async_op)
@@ -147,14 +166,14 @@ class _Unshard(_Hook):
 class _CompiledCall(_Hook):
     """In place of the call of a module that was `.compile()`d, whose hooks are compiled with it."""
 
-    def __init__(self, attachment: Attachment, module: torch.nn.Module) -> None:
+    def __init__(self, attachment: Follower, module: torch.nn.Module) -> None:
         super().__init__(attachment)
         self._module = weakref.ref(module)
         self._call: Any = module._compiled_call_impl
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        attachment: Attachment | None = self._target()
+        attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.model_begins()
             attachment.compiled_begins()

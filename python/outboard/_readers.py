@@ -8,22 +8,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from outboard import _pending
 from outboard._hooks import Uses
+from outboard._owner import Owner
 from outboard._roster import Roster
-
-if TYPE_CHECKING:
-    from outboard._base import BaseOptimizer
 
 
 class Readers:
     """The parameters of one optimizer that are waited for, and those who wait."""
 
-    def __init__(self, optimizer: Callable[[], BaseOptimizer | None], roster: Roster) -> None:
+    def __init__(self, optimizer: Callable[[], Owner | None], roster: Roster) -> None:
         self._optimizer = optimizer
         self._roster = roster
         #: Who waits, for `_pending`.
@@ -36,7 +34,7 @@ class Readers:
         self.forward_seconds = 0.0
 
     @property
-    def _opt(self) -> BaseOptimizer:
+    def _opt(self) -> Owner:
         optimizer = self._optimizer()
         assert optimizer is not None, "an attachment lives in its optimizer"
         return optimizer

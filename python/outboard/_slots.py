@@ -76,6 +76,7 @@ class Slots:
         #: Parameters that have a slot, in the order of binding, and those of them that are spread over ranks.
         self.bound: list[torch.Tensor] = []
         self.sharded: list[torch.Tensor] = []
+        self._places: dict[int, tuple[int, int]] = {}
         #: Residuals that were loaded for full masters; the other half is the weight, which may be loaded later.
         self.pending_residuals: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -106,7 +107,7 @@ class Slots:
         """Whether a tensor is, or once was, a parameter of the optimizer."""
         if not isinstance(parameter, torch.Tensor):
             return False
-        return self.core.is_bound(parameter) or any(listed is parameter for listed in self.listed())
+        return self.core.is_bound(parameter) or self._place_of(parameter) is not None
 
     def named(self) -> Iterator[tuple[int, Group, str, torch.Tensor]]:
         """Yield number, group, name and parameter of all that are listed."""
@@ -118,10 +119,26 @@ class Slots:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a listed parameter's name, for messages."""
-        for _, _, name, listed in self.named():
-            if listed is parameter:
-                return name
-        raise ValueError("the tensor is not a parameter of this optimizer")
+        place = self._place_of(parameter)
+        if place is None:
+            raise ValueError("the tensor is not a parameter of this optimizer")
+        index, position = place
+        return parameter_name(self.groups[index], index, position)
+
+    def _place_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Return the group of a parameter and its place there: at once, where it still is where it was last time."""
+        for _ in range(2):
+            index, position = self._places.get(id(parameter), (0, -1))
+            groups = self.groups
+            params = groups[index]["params"] if index < len(groups) else []
+            if 0 <= position < len(params) and params[position] is parameter:
+                return index, position
+            self._places = {
+                id(listed): (index, position)
+                for index, group in reversed(list(enumerate(groups)))
+                for position, listed in reversed(list(enumerate(group["params"])))
+            }
+        return None
 
     def bind_wanted(self, *, without_gradient: bool) -> None:
         """Bind what has a gradient and no slot, or lacks a plane; perhaps also what only wants a gradient."""

@@ -211,7 +211,9 @@ class State(dict[torch.Tensor, Any]):
     def __missing__(self, key: torch.Tensor) -> Any:
         # As torch's defaultdict(dict).
         if self._slots.is_listed(key):
-            self._slots.bind([key])
+            # Not one by one what has been bound together: each call looks at all parameters.
+            if not self._slots.core.is_bound(key):
+                self._slots.bind([key])
             return self._attach(key)
         value: dict[str, Any] = {}
         super().__setitem__(key, value)

@@ -1,4 +1,6 @@
 //! `Core`: the optimizer's native half. Steps with the interpreter released, and hands out state as tensors.
+//!
+//! Over 500 lines: all that Python may call of it is here, and what is done then elsewhere.
 
 use super::dlpack::PyPlane;
 use super::errors::WorkerError;
@@ -6,12 +8,13 @@ use super::groups::{amsgrad, for_each_parameter};
 use super::lanes::{Choices, Engines, Lanes, transfer_named};
 use super::overlap::{GroupSettings, increment_version, order_after, submit};
 use super::parameters::{BindEntry, Parameters};
+use super::pinning::pin;
 use super::sharded::Sharded;
 use super::tensor::Place;
 use crate::engine::{Kept, Moments, NonFinite, Slot, StepOptions, StepReport};
 use crate::error::Error;
 use crate::kernel::Isa;
-use crate::memory::{Arena, Layout, Slab, locked_memory_limit};
+use crate::memory::{Arena, Layout, Slab};
 use crate::pool::WorkerPool;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -186,36 +189,7 @@ impl Core {
         let Self { engines, parameters, arena, isa, warnings, .. } = self;
         let mut pinned = arena.pinned_bytes();
         let offload = engines.choices.offload;
-        let mut pin = |place: Place, slab: &Slab| -> PyResult<()> {
-            if place == Place::Host {
-                return Ok(());
-            }
-            // Also where nothing is pinned: a device that cannot be used is found out now, not in a hook.
-            let engine = engines.of(place, *isa)?;
-            if !engines.choices.pins_state() || slab.bytes() == 0 {
-                return Ok(());
-            }
-            let (bytes, most) = (slab.bytes(), engines.choices.max_pinned_bytes);
-            let (what, error, cure): (_, fn(String) -> Error, _) = if pinned + bytes > most {
-                let limit = format!("the {most} bytes that may be pinned ({pinned} are)");
-                let what = format!("{bytes} bytes of optimizer state would exceed {limit}");
-                (what, Error::InvalidValue, "raise max_pinned_bytes if the machine has the memory")
-            } else if let Err(error) = engine.pin(slab) {
-                let limit = locked_memory_limit().map_or("unlimited".to_owned(), |limit| format!("{limit} bytes"));
-                let what = format!("cannot pin {bytes} bytes of optimizer state ({error}; locked memory: {limit})");
-                (what, Error::Cuda, "raise the limit of locked memory")
-            } else {
-                pinned += bytes;
-                return Ok(());
-            };
-            if engines.choices.pin == Some(true) {
-                let instead = "pin='auto' leaves such state pageable, served by the CPU lane alone";
-                return Err(error(format!("pin=True: {what}: {cure}; {instead}")).into());
-            }
-            let served = "this state stays pageable and is served by the CPU lane alone";
-            warnings.push(format!("{what}: {served}; {cure}"));
-            Ok(())
-        };
+        let mut pin = |place: Place, slab: &Slab| pin(engines, *isa, place, slab, &mut pinned, warnings);
         parameters.bind(groups, entries, arena, &pool, offload, &mut pin)?;
         parameters.lanes = engines.all().map(|(_, engine)| Arc::downgrade(engine)).collect();
         Ok(())
@@ -416,7 +390,8 @@ impl Core {
         let result = self.run(py, &pool, jobs, options, attached, combine);
         if attached {
             let places: Vec<Place> = self.engines.all().map(|(place, _)| place).collect();
-            self.homes = places.into_iter().map(|place| Ok((place, self.stream(py, place)?))).collect::<PyResult<_>>()?;
+            self.homes =
+                places.into_iter().map(|place| Ok((place, self.stream(py, place)?))).collect::<PyResult<_>>()?;
         }
         let has_failed = result.as_ref().is_err_and(|error| error.is_instance_of::<WorkerError>(py));
         if lets_go && (result.is_ok() || has_failed) {

@@ -13,6 +13,7 @@ mod lanes;
 mod masters;
 mod overlap;
 mod parameters;
+mod pinning;
 mod sharded;
 mod sharing;
 mod stats;

@@ -65,7 +65,7 @@ impl Core {
     ) -> PyResult<Option<Ready>> {
         let index = self.parameters.slot_of(parameter)?;
         refuse_poisoned(&self.parameters.slots[index])?;
-        let mut job = self.parameters.job(index, parameter, grad.clone(), settings.0, false)?;
+        let mut job = self.parameters.job(index, parameter, grad, settings.0, false)?;
         let walks_are_dense = job.grad_walks.is_dense() && self.parameters.bindings[index].walks.is_dense();
         if job.place() == Place::Host || !walks_are_dense {
             return Ok(None);
@@ -124,7 +124,7 @@ impl Core {
         for parameter in parameters {
             let index = self.parameters.slot_of(&parameter)?;
             let grad = parameter.getattr(intern!(py, "grad"))?;
-            let mut job = self.parameters.job(index, &parameter, grad, AdamWConfig::default(), false)?;
+            let mut job = self.parameters.job(index, &parameter, &grad, AdamWConfig::default(), false)?;
             let Parameters { reader, slots, bindings, .. } = &mut self.parameters;
             let Binding { offloaded, walks, .. } = &mut bindings[index];
             // Only fp32 can be added to.

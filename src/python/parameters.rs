@@ -4,7 +4,7 @@
 use super::binding::{Binding, Job, Offloaded, Resident};
 use super::groups::{config, for_each_parameter};
 use super::lanes::Lanes;
-use super::sharing::{Extent, refuse_first_shared};
+use super::sharing::{Extent, refuse_aliased_gradients, refuse_first_shared};
 use super::tensor::{DType, Holds, Place, RawTensor, Role, Shape, TensorReader};
 use crate::engine::{MomentDType, Slot, SlotSpec, WeightKind};
 use crate::error::Error;
@@ -330,11 +330,11 @@ impl Parameters {
         &mut self,
         index: usize,
         parameter: &Bound<'py, PyAny>,
-        grad: Bound<'py, PyAny>,
+        grad: &Bound<'py, PyAny>,
         config: AdamWConfig,
         unscale: bool,
     ) -> PyResult<Job<'py>> {
-        let grad = self.reader.local(&grad)?;
+        let grad = self.reader.local(grad)?;
         let weight = self.weight(index, parameter)?;
         let (mut grad_tensor, grad_walks, grad_has_own_layout) = self.gradient(index, &grad, unscale)?;
         grad_tensor.place = self.place_of(grad_tensor.place);
@@ -467,64 +467,14 @@ impl Parameters {
                 jobs[index] = Some(self.offloaded_job(index, &parameter, &grad, config)?);
                 return Ok(());
             }
-            jobs[index] = Some(self.job(index, &parameter, grad, config, unscale)?);
+            jobs[index] = Some(self.job(index, &parameter, &grad, config, unscale)?);
             Ok(())
         })?;
         if self.unchecked {
             self.refuse_shared(groups, &[])?;
             self.unchecked = false;
         }
-        self.refuse_aliased_gradients(&jobs, arena, unscale)?;
+        refuse_aliased_gradients(&self.slots, &self.bindings, &jobs, arena, unscale)?;
         Ok(jobs)
-    }
-
-    /// Refuses gradients that share memory with a weight or with state, which the step writes while it reads them; and with
-    /// each other, if it unscales them in place.
-    fn refuse_aliased_gradients(&self, jobs: &[Option<Job<'_>>], arena: &Arena, unscale: bool) -> PyResult<()> {
-        // Spans first, by address and without a copy of any layout: that settles every ordinary step.
-        let mut spans: Vec<(usize, usize, usize, bool)> = Vec::with_capacity(2 * jobs.len());
-        for (index, job) in jobs.iter().enumerate() {
-            let Some(job) = job else { continue };
-            let binding = &self.bindings[index];
-            let end = |tensor: &RawTensor, layout: &Layout| tensor.data + layout.span() * tensor.dtype.size();
-            if job.is_offloaded {
-                continue;
-            }
-            let (weight_end, grad_end) =
-                (end(&job.weight, &binding.layout), end(&job.grad, binding.grad_layout(job.grad_has_own_layout)));
-            spans.push((job.weight.data, weight_end, index, false));
-            spans.push((job.grad.data, grad_end, index, true));
-            if arena.holds(job.grad.data, grad_end) || arena.holds(job.weight.data, weight_end) {
-                let name = &self.slots[index].spec.name;
-                let message = format!("{name}: it or its gradient lies in this optimizer's state; clone it first");
-                return Err(Error::InvalidValue(message).into());
-            }
-        }
-        spans.sort_unstable();
-        let mut reach = 0;
-        let apart = spans.iter().all(|&(start, end, ..)| {
-            let apart = start >= reach || start == end;
-            reach = reach.max(end);
-            apart
-        });
-        if apart {
-            return Ok(());
-        }
-        let mut extents = Vec::with_capacity(spans.len());
-        for (data, _, index, is_grad) in spans {
-            let Some(job) = &jobs[index] else { continue };
-            let binding = &self.bindings[index];
-            let (tensor, layout) = if is_grad {
-                (&job.grad, binding.grad_layout(job.grad_has_own_layout))
-            } else {
-                (&job.weight, &binding.layout)
-            };
-            let name = &self.slots[index].spec.name;
-            extents.push(Extent { name, is_grad, data, size: tensor.dtype.size(), layout: layout.clone() });
-        }
-        // Two weights have been compared when they came or moved; two gradients that are only read may share.
-        let matters =
-            |a: &Extent<'_>, b: &Extent<'_>| if a.is_grad && b.is_grad { unscale } else { a.is_grad || b.is_grad };
-        refuse_first_shared(&mut extents, matters, "clone one of them")
     }
 }
