@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 EXTENSION := python/outboard/_native.abi3.so
 EXTENSION_SOURCES := Cargo.toml Cargo.lock pyproject.toml $(wildcard build.rs) \
 	$(shell find src cuda -type f -not -name '.*' 2>/dev/null)
+INTEGRATIONS_STAMP := $(VENV)/.integrations
 ZIG_STAMP := $(VENV)/.zig-$(ZIGLANG)-$(CARGO_ZIGBUILD)
 # Panic messages name source files: in a wheel without this machine's directories.
 NO_LOCAL_PATHS = --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}/registry/src=registry --remap-path-prefix=$(CURDIR)=.
@@ -108,6 +109,10 @@ test-aarch64: $(VENV)/.created | need-rust ## Cross-compile the crate's tests to
 	@$(MAKE) --silent $(ZIG_STAMP) || { echo "test-aarch64: not run: pip cannot install what cross-compiles"; exit 0; }; \
 	$(IN_VENV) scripts/test-aarch64.sh
 
+.PHONY: test-integrations
+test-integrations: build $(INTEGRATIONS_STAMP) ## Run the tests of training frameworks, which it installs (ARGS: pytest's options)
+	$(BIN)/python -m pytest -m 'integrations and not cuda' tests/integrations $(ARGS)
+
 .PHONY: test-kill
 test-kill: build ## End training in every way, 50 times each, and look for lost updates (OUTBOARD_KILL_REPEATS)
 	OUTBOARD_KILL_REPEATS=$${OUTBOARD_KILL_REPEATS:-50} $(BIN)/python -m pytest -m '' -s tests/test_kill.py $(ARGS)
@@ -152,6 +157,16 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 	@if cmp -s $@.new $@; then touch $@; else \
 		echo "make: installing pyproject.toml's pinned packages (torch is large: minutes the first time)" >&2; \
 		$(BIN)/python -m pip install --quiet --group dev; \
+		cp $@.new $@; \
+	fi
+	@rm $@.new
+
+# As .installed, of the group that only one target needs.
+$(INTEGRATIONS_STAMP): pyproject.toml $(VENV)/.installed
+	@sed -n '/^integrations = \[/,/^\]/p' pyproject.toml > $@.new
+	@if cmp -s $@.new $@; then touch $@; else \
+		echo "make: installing the pinned training frameworks" >&2; \
+		$(BIN)/python -m pip install --quiet --group integrations; \
 		cp $@.new $@; \
 	fi
 	@rm $@.new

@@ -14,13 +14,15 @@ from outboard._lanes import LaneOptions
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Its blocks need the frameworks: they run in tests/integrations.
+FRAMEWORKS = ROOT / "docs" / "frameworks.md"
 NEEDS_A_GPU = "# needs a GPU"
 RANKS = re.compile(r"^# torchrun --nproc-per-node (\d+)")
 
 
-def blocks() -> list[object]:
+def blocks(pages: list[Path]) -> list[object]:
     found = []
-    for page in PAGES:
+    for page in pages:
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             line = text.count("\n", 0, block.start(1)) + 1
@@ -31,9 +33,8 @@ def blocks() -> list[object]:
     return found
 
 
-@pytest.mark.parametrize(("page", "code"), blocks())
+@pytest.mark.parametrize(("page", "code"), blocks([page for page in PAGES if page != FRAMEWORKS]))
 def test_block(page: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     ranks = RANKS.match(code.lstrip("\n"))
     if ranks:
         program = tmp_path / "this.py"
@@ -44,13 +45,19 @@ def test_block(page: Path, code: str, tmp_path: Path, monkeypatch: pytest.Monkey
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]]
         subprocess.run([*launch, str(program)], check=True, timeout=120)
         return
+    run_block(page, code, tmp_path, monkeypatch)
+
+
+def run_block(page: Path, code: str, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a block in a directory of its own, where there is no GPU on a device with lanes."""
+    monkeypatch.chdir(where)
     if not torch.cuda.is_available():
         monkeypatch.setattr(LaneOptions, "simulate", 7)
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
 def test_there_are_blocks_and_links_lead_somewhere() -> None:
-    assert {parameters.values[0].name for parameters in blocks()} >= {"README.md", "gpu.md"}
+    assert {parameters.values[0].name for parameters in blocks(PAGES)} >= {"README.md", "gpu.md", FRAMEWORKS.name}
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
