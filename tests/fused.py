@@ -25,6 +25,8 @@ EAGER = [
     {"eager": True},
     {"eager": True, "offload_gradients": True},
 ]
+#: The default ones take longer to make than a test to run.
+SMALL_RINGS = {"host_ring_bytes": 2 << 20, "device_ring_bytes": 2 << 20}
 EAGER_IDS = ["at step", "auto", "in backward", "offloaded"]
 
 

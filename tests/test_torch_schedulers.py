@@ -16,7 +16,7 @@ import torch.optim.swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 import outboard
-from fused import EAGER, EAGER_IDS, FusedRig
+from fused import EAGER, EAGER_IDS, SMALL_RINGS, FusedRig
 from lanes import Stack
 from test_cases_groups import SCHEDULERS
 
@@ -94,7 +94,7 @@ def test_resumed(lanes_device, name) -> None:
     state = copy.deepcopy(rig.opt.state_dict()), copy.deepcopy(rig.theirs.state_dict())
     rig.opt.detach()
 
-    rig.opt = outboard.AdamW(groups(list(rig.model.parameters())), lr=2e-3, threads=1).attach(rig.model)
+    rig.opt = outboard.AdamW(groups(list(rig.model.parameters())), lr=2e-3, threads=1, **SMALL_RINGS).attach(rig.model)
     rig.twin.twin.optimizer = torch.optim.AdamW(groups(rig.twin.twin.params), lr=2e-3, fused=True)
     schedules = [SCHEDULERS[name](optimizer) for optimizer in (rig.opt, rig.theirs)]
     for optimizer, schedule, of_optimizer, of_schedule in zip(

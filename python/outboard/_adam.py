@@ -73,8 +73,6 @@ class _AdamFamily(OffloadedOptimizer):
             lr=lr,
             betas=betas,
             foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
             fused=fused,
         )
         defaults["betas"] = tuple(float(beta) for beta in betas)
@@ -182,9 +180,9 @@ class AdamW(_AdamFamily):
     seed : int
         Of the stochastic rounding.
     foreach, fused : bool, optional
-        Accepted and ignored: there is one implementation.
+        Accepted and ignored: there is one implementation. As in torch, not both True, and no `foreach` with tensors.
     capturable, differentiable : bool
-        Only False.
+        Only False, in groups too. A checkpoint of torch's that has them loads, and its groups have False afterwards.
 
     Raises
     ------

@@ -29,7 +29,7 @@ def check_group(group: dict[str, Any], where: str = "") -> None:
     Parameters
     ----------
     group : dict
-        Must hold `lr`, `betas`, `eps` and `weight_decay`.
+        Must hold `lr`, `betas`, `eps` and `weight_decay`; may hold `capturable` and `differentiable`.
     where : str
         Put behind the message, such as ``" in parameter group 1"``.
 
@@ -38,8 +38,13 @@ def check_group(group: dict[str, Any], where: str = "") -> None:
     TypeError
         For a value that is not a number (or a one-element tensor).
     ValueError
-        For a value out of range, NaN included; the texts are torch's.
+        For a value out of range, NaN included; the texts are torch's. For `capturable` or `differentiable`, which ask
+        for what a step outside CUDA graphs and autograd cannot do.
     """
+    if group.get("differentiable"):
+        raise ValueError(f"differentiable=True is not supported: the step runs outside autograd{where}")
+    if group.get("capturable"):
+        raise ValueError(f"capturable=True is not supported: the step runs on the host, outside CUDA graphs{where}")
     for key, called in _NUMBERS.items():
         value = group[key]
         if isinstance(value, torch.Tensor) and value.numel() != 1:
@@ -67,25 +72,19 @@ def check_torch_switches(
     lr: object,
     betas: tuple[object, object],
     foreach: bool | None,
-    capturable: bool,
-    differentiable: bool,
     fused: bool | None,
 ) -> None:
     """Check the switches by which torch chooses among its own implementations.
 
-    `foreach` and `fused` are accepted and change nothing: there is one implementation. `capturable` and
-    `differentiable` ask for what a step outside autograd and CUDA graphs cannot do.
+    `foreach` and `fused` are accepted and change nothing: there is one implementation. As in torch, the constructor's
+    are checked, those of groups are not.
     """
-    if foreach and not capturable:
+    if foreach:
         for name, value in (("lr", lr), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if isinstance(value, torch.Tensor):
                 raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")
     if fused and foreach:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    if differentiable:
-        raise ValueError("differentiable=True is not supported: the step runs outside autograd")
-    if capturable:
-        raise ValueError("capturable=True is not supported: the step runs on the host, outside CUDA graphs")
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

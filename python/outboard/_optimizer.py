@@ -173,6 +173,7 @@ class OffloadedOptimizer(SteppingOptimizer):
 
         Moments keep the configured `state_dtype`, whatever the checkpoint's. A `master` or `residual` loads into split
         and full masters alike; a dict with neither leaves the weights and zeroes the residuals. The sources are copied.
+        `capturable` and `differentiable` of its groups are set to False.
 
         Raises
         ------
@@ -193,6 +194,9 @@ class OffloadedOptimizer(SteppingOptimizer):
             if replaced is not None:
                 state_dict = replaced
         saved_groups = deepcopy(state_dict["param_groups"])
+        for saved in saved_groups:
+            # They say how torch's step ran, not what was computed.
+            saved.update({key: False for key in ("capturable", "differentiable") if saved.get(key)})
         if len(saved_groups) != len(self.param_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
         pairs = list(zip(self.param_groups, saved_groups, strict=True))
