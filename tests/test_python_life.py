@@ -311,3 +311,21 @@ def test_two_optimizers_of_one_model_in_one_thread(lanes_device, when) -> None:
     for rig in rigs:
         assert (rig.eager_updates > 0) == (when["eager"] is not False)
         rig.check()
+
+
+# ---- Pythons
+
+
+def test_a_free_threaded_python_is_told(python) -> None:
+    """The extension is of the stable ABI, which such a Python cannot load: an ImportError that says so."""
+    printed = python(
+        """
+        import sysconfig
+        sysconfig.get_config_vars()["Py_GIL_DISABLED"] = 1
+        try:
+            import outboard
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert "free-threaded Python cannot load" in printed
