@@ -42,7 +42,8 @@ class Scaled:
     overflows : set of int
         Steps whose loss is infinite.
     by : callable, optional
-        What the user does with an optimizer, its scaler and its parameters, between backward and the step.
+        What the user does with an optimizer, its scaler and its parameters, between backward and the step, computing on
+        a device.
     """
 
     def __init__(self, rig: FusedRig, overflows: set[int], by: Callable[..., None] | None = None) -> None:
@@ -68,14 +69,14 @@ class Scaled:
             self.backward(number + part, 1 / parts)
         ours, theirs = self.scalers
         if self.by is not None:
-            self.by(rig.opt, ours, list(rig.model.parameters()))
+            self.by(rig.opt, ours, list(rig.model.parameters()), self.device)
         ours.step(rig.opt)
         ours.update()
         rig.opt.zero_grad()
         for p, q in zip(rig.twin.twin.params, rig.their_model.parameters(), strict=True):
             p.grad = None if q.grad is None else q.grad.cpu()
         if self.by is not None:
-            self.by(rig.theirs, theirs, rig.twin.twin.params)
+            self.by(rig.theirs, theirs, rig.twin.twin.params, self.device)
         theirs.step(rig.theirs)
         theirs.update()
         rig.theirs.zero_grad()
@@ -94,10 +95,23 @@ class Scaled:
         self.rig.check()
 
 
-def clip(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, params: list[torch.Tensor]) -> None:
-    """The usual recipe."""
+def clip(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    params: list[torch.Tensor],
+    device: torch.device | None = None,
+) -> None:
+    """Do as the usual recipe does; the norm is computed on a device, where it rounds otherwise than on the host."""
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(params, 1e-3)
+    with_grads = params
+    if device is not None and params[0].device.type != device.type:
+        with_grads = [torch.nn.Parameter(torch.empty_like(p, device=device)) for p in params]
+        for stand_in, p in zip(with_grads, params, strict=True):
+            stand_in.grad = p.grad.to(device)
+    torch.nn.utils.clip_grad_norm_(with_grads, 1e-3)
+    for stand_in, p in zip(with_grads, params, strict=True):
+        if stand_in is not p:
+            p.grad.copy_(stand_in.grad)
 
 
 def rig_of(lanes_device: Any, dtype: torch.dtype, **options: Any) -> FusedRig:

@@ -129,6 +129,7 @@ def test_a_compiled_part(lanes_device) -> None:
     twin = FusedTwin(model)
     counter = CompileCounterWithBackend("aot_eager")
     model.inner = torch.compile(model.inner, backend=counter, fullgraph=True)
+    twin.model.inner = torch.compile(twin.model.inner, backend="aot_eager", fullgraph=True)
     opt = outboard.AdamW(model.parameters(), threads=1, **SMALL_RINGS).attach(model)
     train(model, lambda: (opt.step(), opt.zero_grad()), range(4))
     train(twin.model, twin.step, range(4))
@@ -201,9 +202,13 @@ def test_a_whole_training_step(lanes_device, backend) -> None:
         rig.opt.step()
         rig.opt.zero_grad()
 
+    @torch.compile(backend=backend)
+    def their_backward(number: int) -> None:
+        rig.loss(rig.their_model, number).backward()
+
     for number in range(4):
         step(number)
-        rig.loss(rig.their_model, number).backward()
+        their_backward(number)
         rig.twin.step()
     assert rig.opt.last_grad_norm
     rig.check()
@@ -232,7 +237,7 @@ def test_a_compiled_step_says_that_it_is_not_compiled() -> None:
 def test_compiled_autograd_of_a_model_that_is_not_attached(lanes_device) -> None:
     """Gradients come from a compiled backward; nothing of the optimizer is in it."""
     rig = FusedRig(lanes_device, Model(), loss, lr=0.01, attached=False)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounter()
     for number in range(4):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=counter)):
             rig.loss(rig.model, number).backward()
