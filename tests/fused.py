@@ -116,7 +116,7 @@ class FusedRig:
 
 
 def mlp(wide: int = 320) -> torch.nn.Sequential:
-    """Return a small perceptron for inputs of 16 numbers, with a layer that nobody but `BatchNorm1d` reads."""
+    """Return a small perceptron with buffers for inputs of 16 numbers."""
     return torch.nn.Sequential(
         torch.nn.Linear(16, wide), torch.nn.BatchNorm1d(wide), torch.nn.Tanh(), torch.nn.Linear(wide, 16)
     )

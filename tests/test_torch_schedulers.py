@@ -73,7 +73,7 @@ def follow(rig: FusedRig, schedules: list[Any], name: str, first: int, steps: in
     return history
 
 
-@pytest.mark.parametrize("when", EAGER, ids=EAGER_IDS)
+@pytest.mark.parametrize("when", EAGER[:3], ids=EAGER_IDS[:3])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_same_rates_and_bits_as_torch_fused(lanes_device, name, when) -> None:
     rig = rig_of(lanes_device, **when)
