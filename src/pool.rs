@@ -202,6 +202,16 @@ fn message(panic: &(dyn Any + Send)) -> String {
     format!("panic: {}", text.unwrap_or("of an unknown kind"))
 }
 
+/// The number of CPUs that this process may run on by its affinity, whatever its cgroup's quota.
+fn affinity() -> Option<usize> {
+    // SAFETY: a set of bits, all of which may be zero.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: it writes at most the size that it is told, into the set; 0 is this thread.
+    let failed = unsafe { libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) } != 0;
+    // SAFETY: reads the set.
+    (!failed).then(|| usize::try_from(unsafe { libc::CPU_COUNT(&set) }).ok()).flatten().filter(|&count| count > 0)
+}
+
 /// How many worker threads to use, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ThreadChoice {
@@ -227,12 +237,14 @@ impl ThreadChoice {
         Self::choose(
             variable("OUTBOARD_NUM_THREADS").as_deref(),
             usable,
+            affinity().unwrap_or(usable).clamp(usable, online),
             online,
             variable("LOCAL_WORLD_SIZE").and_then(|value| value.parse().ok()).unwrap_or(1),
         )
     }
 
-    fn choose(forced: Option<&str>, usable: usize, online: usize, ranks: usize) -> Result<Self> {
+    /// `usable` CPUs by all limits, of those that the process may run on by its affinity, of all that are online.
+    fn choose(forced: Option<&str>, usable: usize, affinity: usize, online: usize, ranks: usize) -> Result<Self> {
         if let Some(value) = forced {
             return match value.parse() {
                 Ok(threads) if threads > 0 => Ok(Self { threads, why: format!("OUTBOARD_NUM_THREADS={value}") }),
@@ -242,8 +254,9 @@ impl ThreadChoice {
         let limit =
             if usable < online { format!("{usable} of {online} CPUs usable") } else { format!("{usable} CPUs") };
         let ranks = ranks.max(1);
-        // A rank that has been bound to its share of the CPUs already need not share that again.
-        if ranks == 1 || usable * ranks <= online {
+        // A rank that has been bound to its share of the CPUs already need not share that again. An affinity can be a
+        // rank's own; a quota of a cgroup is all ranks' together.
+        if ranks == 1 || (affinity * ranks <= online && usable == affinity) {
             let bound = if ranks > 1 { format!(", this rank's own (LOCAL_WORLD_SIZE={ranks})") } else { String::new() };
             return Ok(Self { threads: usable, why: format!("{limit}{bound}") });
         }
@@ -353,16 +366,19 @@ mod tests {
 
     #[test]
     fn thread_count() {
-        let choose =
-            |forced, usable, online, ranks| ThreadChoice::choose(forced, usable, online, ranks).unwrap().threads;
-        assert_eq!(choose(None, 16, 16, 1), 16);
-        assert_eq!(choose(None, 2, 64, 1), 2, "a cgroup of two CPUs");
-        assert_eq!(choose(None, 16, 16, 4), 4, "four ranks share");
-        assert_eq!(choose(None, 4, 16, 4), 4, "four ranks, each bound to its own");
-        assert_eq!(choose(None, 2, 2, 8), 1);
-        assert_eq!(choose(Some("7"), 16, 16, 4), 7);
+        let choose = |forced, usable, affinity, online, ranks| {
+            ThreadChoice::choose(forced, usable, affinity, online, ranks).unwrap().threads
+        };
+        assert_eq!(choose(None, 16, 16, 16, 1), 16);
+        assert_eq!(choose(None, 2, 64, 64, 1), 2, "a cgroup of two CPUs");
+        assert_eq!(choose(None, 16, 16, 16, 4), 4, "four ranks share");
+        assert_eq!(choose(None, 4, 4, 16, 4), 4, "four ranks, each bound to its own");
+        assert_eq!(choose(None, 4, 64, 64, 8), 1, "a quota of four CPUs, which eight ranks share");
+        assert_eq!(choose(None, 16, 64, 64, 4), 4, "a quota of a rank's share of the machine");
+        assert_eq!(choose(None, 2, 2, 2, 8), 1);
+        assert_eq!(choose(Some("7"), 16, 16, 16, 4), 7);
         for bad in ["0", "-1", "many"] {
-            assert!(ThreadChoice::choose(Some(bad), 16, 16, 1).is_err(), "{bad}");
+            assert!(ThreadChoice::choose(Some(bad), 16, 16, 16, 1).is_err(), "{bad}");
         }
     }
 }

@@ -1,4 +1,4 @@
-"""Loading looks at each parameter a bounded number of times: 10,000 small ones took 14 to 17 s, all of it in name_of."""
+"""Loading looks at each parameter a bounded number of times: 10,000 small ones took 14 to 17 s."""
 
 from __future__ import annotations
 

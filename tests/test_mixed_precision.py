@@ -208,6 +208,10 @@ def test_what_a_scaler_cannot_be_used_with(lanes_device, options, message) -> No
     with pytest.raises((RuntimeError, AssertionError), match=message):
         scaler.step(rig.opt)
     rig.opt.abandon()
+    # Without the scaler it goes on.
+    rig.loss(rig.model, 1).backward()
+    rig.opt.step()
+    rig.opt.synchronize()
 
 
 def test_a_scaler_that_is_switched_off(lanes_device) -> None:

@@ -293,6 +293,9 @@ class SteppingOptimizer(BaseOptimizer):
         Returns the names of the parameters that have been updated, and of those whose gradients were dropped.
         """
         self.synchronize()
+        # A GradScaler leaves these behind when the step that it calls raises.
+        for name in ("grad_scale", "found_inf"):
+            self.__dict__.pop(name, None)
         if self._attachment is None:
             dropped = [name for _, _, name, parameter in self._slots.named() if parameter.grad is not None]
             self.zero_grad()
