@@ -26,17 +26,17 @@ from outboard._native import (
 from outboard._trace import add_chunks_to_trace
 
 if _TYPE_CHECKING:
-    from outboard import bench
+    from outboard import bench, checkpoint
 
 __version__: str = build_info()["version"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `outboard.bench` when it is first asked for: training does not need it."""
-    if name == "bench":
+    """Import `outboard.bench` and `outboard.checkpoint` when they are first asked for: training does not need them."""
+    if name in ("bench", "checkpoint"):
         import importlib
 
-        return importlib.import_module("outboard.bench")
+        return importlib.import_module(f"outboard.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -45,6 +45,7 @@ __all__ = [
     "Adam",
     "add_chunks_to_trace",
     "bench",
+    "checkpoint",
     "doctor",
     "build_info",
     "OutboardError",
