@@ -30,7 +30,11 @@ from outboard.checkpoint._tree import decode, encode
 
 INDEX = "optimizer.safetensors.index.json"
 _SHARD = re.compile(r"optimizer-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+_OURS = re.compile(rf"{_SHARD.pattern}|\.{re.escape(INDEX)}\.[0-9a-f]+\.tmp")
 _FORMAT = "outboard 1"
+
+#: A shard's pages stay in memory for as long as it is open: it is opened anew after this many bytes.
+_MOST_MAPPED = 64 << 20
 
 #: safetensors' names of dtypes.
 _DTYPES = {
@@ -111,7 +115,8 @@ def save_safetensors(
     except BaseException:
         _remove(target, files)
         raise
-    _remove(target, [name for name in os.listdir(target) if _SHARD.fullmatch(name) and name not in files])
+    # The old shards, and what saves have left that were killed.
+    _remove(target, [name for name in os.listdir(target) if _OURS.fullmatch(name) and name not in files])
 
 
 def load_safetensors(
@@ -237,6 +242,10 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _bytes_of(shape: list[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with memory of its own, in host memory, in row-major order: itself, if it is so."""
     plain = tensor.detach().to("cpu").contiguous()
@@ -282,16 +291,16 @@ class _Checkpoint:
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"{path} has the format {metadata.get('format')!r}; this outboard reads {_FORMAT!r}")
         checkpoint = cls(folder, library, content, shard_of, {}, 0)
-        for shard in dict.fromkeys(shard_of.values()):
+        shards = dict.fromkeys(shard_of.values())
+        for shard in shards:
+            if not _SHARD.fullmatch(shard):
+                raise ValueError(f"{path} names {shard!r}, which is no shard of an optimizer's state")
+        for shard in shards:
             checkpoint._read_header(shard, save_id)
-        checkpoint.total = sum(
-            dtype.itemsize * torch.Size(shape).numel() for shape, dtype in checkpoint.headers.values()
-        )
+        checkpoint.total = sum(_bytes_of(shape, dtype) for shape, dtype in checkpoint.headers.values())
         return checkpoint
 
     def _read_header(self, shard: str, save_id: str) -> None:
-        if not _SHARD.fullmatch(shard):
-            raise ValueError(f"{self.folder / INDEX} names {shard!r}, which is no shard of an optimizer's state")
         with self._shard(shard) as opened:
             if (opened.metadata() or {}).get("save") != save_id:
                 raise ValueError(f"{self.folder / shard} is of another save than the index")
@@ -320,9 +329,14 @@ class _Checkpoint:
         for name in names:
             by_shard.setdefault(self.shard_of[name], []).append(name)
         for shard, wanted in by_shard.items():
-            with self._shard(shard) as opened:
-                for name in wanted:
-                    yield name, opened.get_tensor(name)
+            left = wanted[::-1]
+            while left:
+                mapped = 0
+                with self._shard(shard) as opened:
+                    while left and mapped < _MOST_MAPPED:
+                        name = left.pop()
+                        mapped += _bytes_of(*self.headers[name])
+                        yield name, opened.get_tensor(name)
 
     def stand_in(self, name: str) -> torch.Tensor:
         """Return zeros of a tensor's shape and dtype that take the memory of one element."""
@@ -358,7 +372,8 @@ def _has_load_hooks(optimizer: OffloadedOptimizer) -> bool:
 
 
 def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, counter: Progress) -> None:
-    # What is no parameter's tensor is loaded first: it stays as it is. So are single numbers, such as steps.
+    # Single numbers, such as steps, are checked by their values, and what is no parameter's tensor stays as it is:
+    # both are read first. Of the rest the headers are enough to be checked.
     small = [name for name, (shape, _) in checkpoint.headers.items() if not shape]
     early = {name: tensor.clone() for name, tensor in checkpoint.read(small)}
     stand_ins: dict[str, torch.Tensor] = {}
@@ -369,7 +384,7 @@ def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, coun
         return early[name] if name in early else stand_ins[name]
 
     arranged = arrange(optimizer, checkpoint.decode(find))
-    name_of = {id(tensor): name for name, tensor in stand_ins.items()}
+    name_of = {id(tensor): name for name, tensor in (*early.items(), *stand_ins.items())}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     #: Where each tensor goes: its parameter, and the name of the state.
     targets: dict[str, tuple[torch.Tensor, str]] = {}
@@ -384,6 +399,7 @@ def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, coun
     # The optimizer checks all of it, by its own rules, and changes nothing if it refuses. Stand-ins are zeros.
     optimizer.load_state_dict(arrange(optimizer, checkpoint.decode(find)) if others else arranged)
     counter.advance(sum(map(_bytes, early.values())))
+    # Reading the state combines residuals that wait with the weights as they are now: before those that are loaded.
     state = optimizer.state
     try:
         with warnings.catch_warnings():
@@ -395,6 +411,6 @@ def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, coun
                 if state[parameter].get(key) is tensor:
                     # Kept as it is, and not copied: it must not be the file's memory.
                     state[parameter][key] = tensor.clone()
-                counter.advance(_bytes(tensor))
+                counter.advance(0 if name in early else _bytes(tensor))
     except (OSError, ValueError) as error:
         raise RuntimeError(f"the state is loaded in part only, and must be loaded again: {error}") from error

@@ -1,0 +1,99 @@
+"""What the tests of `outboard.checkpoint` share: optimizers with every kind of state, and comparisons to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import outboard
+from oracle import assert_same
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+#: What may be configured and reaches the state.
+CONFIGURATIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (FP32, {}),
+    "fp32 amsgrad": (FP32, {"amsgrad": True}),
+    "fp32 bf16 moments": (FP32, {"state_dtype": BF16, "seed": 5}),
+    "bf16 split": (BF16, {}),
+    "bf16 full": (BF16, {"master": "full"}),
+    "bf16 all bf16": (BF16, {"state_dtype": BF16, "amsgrad": True}),
+    "fp16": (FP16, {}),
+}
+
+
+class Model(torch.nn.Module):
+    """Parameters of every shape that a file may get wrong: two dimensions, strides, none, empty, tied, frozen."""
+
+    def __init__(self, dtype: torch.dtype = FP32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+        self.weight = parameter(16, 6)
+        self.transposed = torch.nn.Parameter(parameter(4, 8).detach().t())
+        self.scale = parameter()
+        self.nothing = parameter(0, 3)
+        self.frozen = parameter(5)
+        self.frozen.requires_grad = False
+        self.tied = self.weight
+        self.bias = parameter(32)
+
+
+def groups(model: Model, *, named: bool, swapped: bool = False) -> list[dict[str, Any]]:
+    """Two groups with settings of their own, in this order or another."""
+    names = [["weight", "transposed", "frozen"], ["scale", "nothing", "bias"]]
+    settings = [{"lr": 0.01, "betas": (0.8, 0.95), "tag": "decay"}, {"lr": 0.002, "weight_decay": 0.0}]
+    if swapped:
+        names = [list(reversed(group)) for group in reversed(names)]
+        settings = [{}, {}]
+    return [
+        {"params": [(name, getattr(model, name)) if named else getattr(model, name) for name in group], **options}
+        for group, options in zip(names, settings, strict=True)
+    ]
+
+
+def make(
+    name: str = "fp32", *, named: bool = True, swapped: bool = False, cls: Any = outboard.AdamW, **more: Any
+) -> tuple[Model, Any]:
+    """Make a model and an optimizer of a configuration."""
+    dtype, options = CONFIGURATIONS[name]
+    model = Model(dtype)
+    return model, cls(groups(model, named=named, swapped=swapped), **{**options, **more})
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Step with gradients that are functions of step and name alone."""
+    for step in steps:
+        for number, (_, p) in enumerate(sorted(model.named_parameters())):
+            if p.requires_grad:
+                generator = torch.Generator().manual_seed(100 * step + number)
+                p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        optimizer.step()
+
+
+def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return copies of all weights and all state, by the parameters' names."""
+    found = {}
+    state = {id(p): values for p, values in optimizer.state.items() if isinstance(p, torch.Tensor)}
+    for name, p in model.named_parameters():
+        found[name] = p.detach().cpu().clone()
+        for key, value in state.get(id(p), {}).items():
+            found[f"{name} {key}"] = value.cpu().clone() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def assert_equal_snapshots(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert_same(got[key], value, key)
+        else:
+            assert got[key] == value, key
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
