@@ -1,4 +1,7 @@
-"""State as safetensors: every kind of state there and back, shards, refusals, interruptions, memory."""
+"""State as safetensors: every kind of state there and back, shards, refusals, interruptions, memory.
+
+Over 500 lines: independent cases, read one at a time.
+"""
 
 from __future__ import annotations
 
