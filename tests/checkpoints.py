@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
 import outboard
+from lanes import Twin, set_grad
 from oracle import assert_same
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -97,3 +99,61 @@ def assert_equal_snapshots(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+# ---- on a device with lanes
+
+
+class LanesModel(torch.nn.Module):
+    """Parameters of all dtypes, by name; one of them has no gradient, ever."""
+
+    def __init__(self, lanes_device: Any, seed: int, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for number, size in enumerate(sizes):
+            values = torch.randn(size, generator=generator).to((FP32, BF16, FP16)[number % 3])
+            self.register_parameter(f"p{number}", lanes_device.parameter(values))
+        self.frozen = lanes_device.parameter(torch.ones(7))
+        self.frozen.requires_grad = False
+
+
+def gradients(params: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in params]
+
+
+class LanesRun:
+    """A model, its optimizer on a device with lanes, and their twin in host memory."""
+
+    def __init__(
+        self, lanes_device: Any, seed: int = 0, sizes: tuple[int, ...] = (70_001, 5, 300, 1), **options: Any
+    ) -> None:
+        attached = options.pop("attached", False)
+        self.model = LanesModel(lanes_device, seed, sizes)
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.opt = outboard.AdamW(self.model.parameters(), threads=2, chunk_elems=9_000, **options)
+        if attached:
+            self.opt.attach(self.model)
+        self.twin = Twin(self.params, **options)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            for p, grad in zip(self.params, gradients(self.params, step), strict=True):
+                set_grad(p, grad)
+            self.twin.step()
+            self.opt.step()
+
+    def check(self, what: str = "") -> None:
+        self.twin.check(self.opt, what)
+
+    def moment(self) -> Any:
+        """Return the twin as it is now."""
+        return copy.deepcopy(([p.detach() for p in self.twin.params], self.twin.optimizer.state_dict()))
+
+    def follow(self, moment: Any) -> None:
+        """Let this twin be as another run's was."""
+        values, state = moment
+        for mine, theirs in zip(self.twin.params, values, strict=True):
+            with torch.no_grad():
+                mine.copy_(theirs)
+        self.twin.optimizer.load_state_dict(state)

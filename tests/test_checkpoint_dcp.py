@@ -25,14 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import outboard
-from lanes import Rig, Twin, set_grad
+from checkpoints import LanesRun
+from lanes import Rig
 from oracle import assert_same
 
 # A test that hangs does so in native code, where a signal does not reach it.
 pytestmark = pytest.mark.timeout(60, method="thread")
-
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = (70_001, 5, 300, 1)
 
 OPTIONS = {
     "plain": StateDictOptions(),
@@ -41,7 +39,7 @@ OPTIONS = {
     "full, cpu_offload": StateDictOptions(full_state_dict=True, cpu_offload=True),
     "flat": StateDictOptions(flatten_optimizer_state_dict=True),
 }
-# Full and flat at once torch 2.14 saves and cannot set again, whichever optimizer it is: a KeyError in its unflattening.
+# Full and flat at once, torch 2.14 saves and cannot set again, whichever optimizer it is (a KeyError of its own).
 
 
 @pytest.fixture(autouse=True)
@@ -50,63 +48,6 @@ def _no_process_group() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(process group|torch.distributed is|no_dist|single process).*")
         yield
-
-
-def dtype_of(number: int) -> torch.dtype:
-    return (FP32, BF16, FP16)[number % 3]
-
-
-class Model(torch.nn.Module):
-    """Parameters of all dtypes, by name; one of them has no gradient, ever."""
-
-    def __init__(self, lanes_device: Any, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        for number, size in enumerate(SIZES):
-            values = torch.randn(size, generator=generator).to(dtype_of(number))
-            self.register_parameter(f"p{number}", lanes_device.parameter(values))
-        self.frozen = lanes_device.parameter(torch.ones(7))
-        self.frozen.requires_grad = False
-
-
-def gradients(params: list[torch.Tensor], step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in params]
-
-
-class Run:
-    """A model, its optimizer on a device with lanes, and their twin in host memory."""
-
-    def __init__(self, lanes_device: Any, seed: int = 0, **options: Any) -> None:
-        attached = options.pop("attached", False)
-        self.model = Model(lanes_device, seed)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
-        self.opt = outboard.AdamW(self.model.parameters(), threads=2, chunk_elems=9_000, **options)
-        if attached:
-            self.opt.attach(self.model)
-        self.twin = Twin(self.params, **options)
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            for p, grad in zip(self.params, gradients(self.params, step), strict=True):
-                set_grad(p, grad)
-            self.twin.step()
-            self.opt.step()
-
-    def check(self, what: str = "") -> None:
-        self.twin.check(self.opt, what)
-
-    def moment(self) -> Any:
-        """Return the twin as it is now."""
-        return copy.deepcopy(([p.detach() for p in self.twin.params], self.twin.optimizer.state_dict()))
-
-    def follow(self, moment: Any) -> None:
-        """Let this twin be as another run's was."""
-        values, state = moment
-        for mine, theirs in zip(self.twin.params, values, strict=True):
-            with torch.no_grad():
-                mine.copy_(theirs)
-        self.twin.optimizer.load_state_dict(state)
 
 
 def leaves(content: Any, where: str = "") -> dict[str, Any]:
@@ -142,7 +83,7 @@ def emptied(content: Any) -> Any:
 @pytest.mark.parametrize(("options", "share"), [*((name, 0) for name in OPTIONS), ("plain", 0.5), ("full", 0.5)])
 def test_helpers_save_load_go_on(lanes_device, attached, options, share, tmp_path) -> None:
     """`get_optimizer_state_dict`, `dcp.save`, `dcp.load`, `set_optimizer_state_dict`: the bits go on."""
-    run = Run(lanes_device, attached=attached, device_state_bytes=share, lr=1e-2)
+    run = LanesRun(lanes_device, attached=attached, device_state_bytes=share, lr=1e-2)
     run.train(range(3))  # no synchronize(): whoever reads waits
     saved = get_optimizer_state_dict(run.model, run.opt, options=OPTIONS[options])
     weights = copy.deepcopy(run.model.state_dict())
@@ -151,7 +92,7 @@ def test_helpers_save_load_go_on(lanes_device, attached, options, share, tmp_pat
         if isinstance(value, torch.Tensor) and "cpu_offload" in options:
             assert value.device.type == "cpu", path
 
-    again = Run(lanes_device, seed=1, attached=attached, lr=9.0)
+    again = LanesRun(lanes_device, seed=1, attached=attached, lr=9.0)
     again.train(range(50, 52))
     found = get_optimizer_state_dict(again.model, again.opt, options=OPTIONS[options])
     dcp.load({"optimizer": found}, checkpoint_id=tmp_path, no_dist=True)
@@ -202,7 +143,7 @@ def test_stateful_model_and_optimizer_together(lanes_device, attached, tmp_path)
     """`get_state_dict` and `set_state_dict`, as an application's Stateful calls them."""
 
     class App:
-        def __init__(self, run: Run) -> None:
+        def __init__(self, run: LanesRun) -> None:
             self.run = run
 
         def state_dict(self) -> dict[str, Any]:
@@ -217,10 +158,10 @@ def test_stateful_model_and_optimizer_together(lanes_device, attached, tmp_path)
                 optim_state_dict=state_dict["optimizer"],
             )
 
-    run = Run(lanes_device, attached=attached)
+    run = LanesRun(lanes_device, attached=attached)
     run.train(range(3))
     dcp.save({"app": App(run)}, checkpoint_id=tmp_path, no_dist=True)
-    again = Run(lanes_device, seed=1, attached=attached)
+    again = LanesRun(lanes_device, seed=1, attached=attached)
     dcp.load({"app": App(again)}, checkpoint_id=tmp_path, no_dist=True)
     again.follow(run.moment())
     again.check("as loaded")
@@ -253,7 +194,7 @@ class Gate:
 
 
 def saved_while_training(
-    run: Run, folder: Path, gate: Gate, options: StateDictOptions, **how: Any
+    run: LanesRun, folder: Path, gate: Gate, options: StateDictOptions, **how: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Begin a save, train on, let the save write; return what a load finds, and what the state was at the call."""
     content = {"optimizer": get_optimizer_state_dict(run.model, run.opt, options=options)}
@@ -282,7 +223,7 @@ def test_async_save_is_of_the_moment_it_was_called(
     lanes_device, attached, options, how, share, tmp_path, monkeypatch
 ) -> None:
     """The planes are live memory that steps write. What is saved is the state at the call, whatever follows."""
-    run = Run(lanes_device, attached=attached, device_state_bytes=share)
+    run = LanesRun(lanes_device, attached=attached, device_state_bytes=share)
     run.train(range(3))
     gate = Gate(monkeypatch)
     more = {"storage_writer": dcp.FileSystemWriter} if how == "by writer" else {}
@@ -309,7 +250,7 @@ class StagesNothing(AsyncStager):
 
 def test_a_save_without_staging_sees_later_steps(lanes_device, tmp_path, monkeypatch) -> None:
     """So that the test above can fail: it is the copy before `async_save` returns that makes it right."""
-    run = Run(lanes_device)
+    run = LanesRun(lanes_device)
     run.train(range(3))
     gate = Gate(monkeypatch)
     found, wanted = saved_while_training(run, tmp_path, gate, OPTIONS["plain"], async_stager=StagesNothing())
@@ -319,11 +260,11 @@ def test_a_save_without_staging_sees_later_steps(lanes_device, tmp_path, monkeyp
 
 def test_resume_from_an_async_save(lanes_device, attached, tmp_path, monkeypatch) -> None:
     """Train 3, save meanwhile train on; load, and train the same again: same bits."""
-    run = Run(lanes_device, attached=attached)
+    run = LanesRun(lanes_device, attached=attached)
     run.train(range(3))
     weights, moment = copy.deepcopy(run.model.state_dict()), run.moment()
     found, _ = saved_while_training(run, tmp_path, Gate(monkeypatch), OPTIONS["plain"])
-    again = Run(lanes_device, seed=1, attached=attached)
+    again = LanesRun(lanes_device, seed=1, attached=attached)
     again.model.load_state_dict(weights)
     set_optimizer_state_dict(again.model, again.opt, found["optimizer"])
     again.follow(moment)
