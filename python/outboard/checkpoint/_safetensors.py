@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from outboard._optimizer import OffloadedOptimizer
+from outboard._state import State
 from outboard.checkpoint._files import replacing, sync_file, sync_folder
 from outboard.checkpoint._match import arrange
 from outboard.checkpoint._progress import Progress, ProgressOption, check_progress
@@ -323,20 +324,23 @@ class _Checkpoint:
         except Exception as error:  # safetensors' own class is no subclass of anything more telling
             raise ValueError(f"{path} cannot be read: {error}") from error
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors, shard by shard. They are the file's memory: not to be kept, nor written."""
+    def read(self, names: Iterable[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield tensors by name, some at a time. They are the file's memory: not to be kept, nor written."""
         by_shard: dict[str, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.shard_of[name], []).append(name)
         for shard, wanted in by_shard.items():
             left = wanted[::-1]
             while left:
+                found: dict[str, torch.Tensor] = {}
                 mapped = 0
                 with self._shard(shard) as opened:
                     while left and mapped < _MOST_MAPPED:
                         name = left.pop()
                         mapped += _bytes_of(*self.headers[name])
-                        yield name, opened.get_tensor(name)
+                        found[name] = opened.get_tensor(name)
+                yield found
+                del found  # its pages, before the next are mapped
 
     def stand_in(self, name: str) -> torch.Tensor:
         """Return zeros of a tensor's shape and dtype that take the memory of one element."""
@@ -351,9 +355,10 @@ class _Checkpoint:
     def whole(self, counter: Progress) -> dict[str, Any]:
         """Return the whole state dict, in memory of its own."""
         loaded = {}
-        for name, tensor in self.read(list(self.shard_of)):
-            loaded[name] = tensor.clone()
-            counter.advance(_bytes(tensor))
+        for found in self.read(self.shard_of):
+            for name, tensor in found.items():
+                loaded[name] = tensor.clone()
+                counter.advance(_bytes(tensor))
 
         def find(name: str) -> torch.Tensor:
             self._header(name)
@@ -375,7 +380,7 @@ def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, coun
     # Single numbers, such as steps, are checked by their values, and what is no parameter's tensor stays as it is:
     # both are read first. Of the rest the headers are enough to be checked.
     small = [name for name, (shape, _) in checkpoint.headers.items() if not shape]
-    early = {name: tensor.clone() for name, tensor in checkpoint.read(small)}
+    early = {name: tensor.clone() for found in checkpoint.read(small) for name, tensor in found.items()}
     stand_ins: dict[str, torch.Tensor] = {}
 
     def find(name: str) -> torch.Tensor:
@@ -394,8 +399,8 @@ def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, coun
                 if id(value) in name_of:
                     targets[name_of[id(value)]] = (parameters[number], key)
     others = [name for name in stand_ins if name not in targets]
-    for name, tensor in checkpoint.read(others):
-        early[name] = tensor.clone()
+    for found in checkpoint.read(others):
+        early.update({name: tensor.clone() for name, tensor in found.items()})
     # The optimizer checks all of it, by its own rules, and changes nothing if it refuses. Stand-ins are zeros.
     optimizer.load_state_dict(arrange(optimizer, checkpoint.decode(find)) if others else arranged)
     counter.advance(sum(map(_bytes, early.values())))
@@ -405,12 +410,24 @@ def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, coun
         with warnings.catch_warnings():
             # What it drops, it has told.
             warnings.simplefilter("ignore")
-            for name, tensor in checkpoint.read(list(targets)):
-                parameter, key = targets[name]
-                state[parameter][key] = tensor
-                if state[parameter].get(key) is tensor:
-                    # Kept as it is, and not copied: it must not be the file's memory.
-                    state[parameter][key] = tensor.clone()
-                counter.advance(0 if name in early else _bytes(tensor))
+            for found in checkpoint.read(targets):
+                _assign(state, [(*targets[name], tensor) for name, tensor in found.items()])
+                counter.advance(sum(_bytes(tensor) for name, tensor in found.items() if name not in early))
+                del found
     except (OSError, ValueError) as error:
         raise RuntimeError(f"the state is loaded in part only, and must be loaded again: {error}") from error
+
+
+def _assign(state: State, items: list[tuple[torch.Tensor, str, torch.Tensor]]) -> None:
+    """Copy tensors of a file into the state of their parameters."""
+    by_parameter: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    for parameter, key, tensor in items:
+        by_parameter.setdefault(parameter, {})[key] = tensor
+    state.update(by_parameter)
+    # What is no plane is kept as it is: it must not be the file's memory.
+    kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    for parameter, key, tensor in items:
+        if state[parameter].get(key) is tensor:
+            kept.setdefault(parameter, {})[key] = tensor.clone()
+    if kept:
+        state.update(kept)
