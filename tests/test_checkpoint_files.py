@@ -306,3 +306,17 @@ def test_a_counting_file_reads_as_the_file(tmp_path) -> None:
         assert counting.readinto(buffers[0]) == plain.readinto(buffers[1]) == 100
         assert buffers[0] == buffers[1]
         assert counting.read() == plain.read() == b""
+
+
+def test_it_is_imported_when_it_is_asked_for(python) -> None:
+    """Training needs none of it, nor safetensors."""
+    program = """
+        import sys
+        import outboard
+        assert "outboard.checkpoint" not in sys.modules
+        assert callable(outboard.checkpoint.save)
+        assert "checkpoint" in outboard.__all__
+        assert "safetensors" not in sys.modules
+        print("lazy")
+    """
+    assert python(program).strip() == "lazy"

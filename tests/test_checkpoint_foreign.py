@@ -480,13 +480,14 @@ def test_deepspeed(elastic, order, dtype, foreign, tmp_path) -> None:
     optimizer = outboard.AdamW(
         [{"params": [(name, params[name]) for name in each]} for each in (("a", "c"), ("b", "s"))], **options
     )
+    optimizer.param_groups[1]["lr"] = 8.0
     checkpoint.load_matched(optimizer, converted)
     for name, p in params.items():
         assert_same(optimizer.state[p]["exp_avg"], deepspeed_values("exp_avg", name), name)
         assert_same(optimizer.master(p), deepspeed_values("master", name, dtype), name)
-    if not elastic:
-        assert [each["lr"] for each in optimizer.param_groups] == [0.01, 0.002]
-        assert optimizer.param_groups[0]["betas"] == (0.8, 0.95)
+    # An elastic checkpoint has no settings: the optimizer's stay.
+    assert [each["lr"] for each in optimizer.param_groups] == ([9.0, 8.0] if elastic else [0.01, 0.002])
+    assert optimizer.param_groups[0]["betas"] == ((0.9, 0.999) if elastic else (0.8, 0.95))
 
 
 def test_deepspeed_without_the_models_file(foreign, tmp_path) -> None:

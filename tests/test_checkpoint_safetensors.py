@@ -532,14 +532,15 @@ def test_progress(tmp_path) -> None:
 
 
 def test_memory(tmp_path, python) -> None:
-    """No second copy of the whole state: 96 MiB of it, in shards of 8 MiB, take less than 24 MiB more."""
+    """No second copy of the whole state: 96 MiB of it take less than 24 MiB more, also from one shard."""
     program = """
         import sys
         import torch, outboard
         from outboard import checkpoint
-        import safetensors.torch
+        from outboard.checkpoint import _safetensors
 
-        def anonymous_and_files():
+        _safetensors._MOST_MAPPED = 8 << 20
+        def peak():
             lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
             return int(lines["VmHWM"].split()[0]) / 1024
 
@@ -554,14 +555,16 @@ def test_memory(tmp_path, python) -> None:
         optimizer.step()
         checkpoint.save_safetensors(outboard.AdamW([torch.ones(1, requires_grad=True)]), sys.argv[1] + "/warm")
         for call in (
-            lambda: checkpoint.save_safetensors(optimizer, sys.argv[1], max_shard_bytes=8 << 20, progress=print),
+            lambda: checkpoint.save_safetensors(optimizer, sys.argv[1]),
             lambda: checkpoint.load_safetensors(sys.argv[1], optimizer),
         ):
             forget_the_peak()
-            before = anonymous_and_files()
+            before = peak()
             call()
-            print("grew by", round(anonymous_and_files() - before, 1))
+            print("grew by", round(peak() - before, 1))
     """
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system does not let a process forget its peak of memory (/proc/self/clear_refs)")
     grew = [float(line.split()[2]) for line in python(program, str(tmp_path)).splitlines() if line.startswith("grew")]
     assert len(grew) == 2
     assert max(grew) < 24, grew

@@ -20,6 +20,7 @@ def load_matched(
 
     A parameter's name is what `param_names` of its group says, as groups have them that were made of
     `model.named_parameters()`. If the optimizer or the checkpoint has no names, order and groups must be the same.
+    Settings of a group that the checkpoint does not have stay as they are.
 
     Parameters
     ----------
@@ -70,6 +71,8 @@ def arrange(
                 _check_shapes(values, parameter, _name(group, names, index, place))
                 state[number] = values
         entry = {name: value for name, value in saved.items() if name not in ("params", "param_names")}
+        # Settings that the checkpoint does not have stay: other libraries' have only some.
+        entry.update({name: group[name] for name in optimizer.defaults if name in group and name not in entry})
         if "param_names" in group:
             entry["param_names"] = list(group["param_names"])
         elif "param_names" in saved and names is None:

@@ -155,7 +155,8 @@ def load_safetensors(
         If shards are missing, are of another save or do not hold what the index says; or, naming the parameter, if the
         optimizer has other parameters.
     RuntimeError
-        If a shard cannot be read after the checks: then the state is loaded in part, and must be loaded again.
+        If a shard cannot be read after the checks, or `progress` raises: then the state is loaded in part, and must be
+        loaded again.
     """
     library = _library()
     check_progress(progress)
@@ -414,7 +415,7 @@ def _load_by_shards(optimizer: OffloadedOptimizer, checkpoint: _Checkpoint, coun
                 _assign(state, [(*targets[name], tensor) for name, tensor in found.items()])
                 counter.advance(sum(_bytes(tensor) for name, tensor in found.items() if name not in early))
                 del found
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise RuntimeError(f"the state is loaded in part only, and must be loaded again: {error}") from error
 
 
