@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from checkpoints import LanesRun
 from lanes import LanesDevice
@@ -49,10 +53,10 @@ def by_safetensors(run: LanesRun, path: Path) -> Callable[[LanesRun], object]:
     return lambda again: checkpoint.load_safetensors(path, again.opt, progress=False)
 
 
-def load_dcp(again: LanesRun, path: Path) -> None:
-    found = get_optimizer_state_dict(again.model, again.opt)
+def load_dcp(again: LanesRun, path: Path, options: StateDictOptions | None = None) -> None:
+    found = get_optimizer_state_dict(again.model, again.opt, options=options)
     dcp.load({"optimizer": found}, checkpoint_id=path, no_dist=True)
-    set_optimizer_state_dict(again.model, again.opt, found)
+    set_optimizer_state_dict(again.model, again.opt, found, options=options)
 
 
 def by_dcp(run: LanesRun, path: Path) -> Callable[[LanesRun], object]:
@@ -64,6 +68,13 @@ def by_async_save(run: LanesRun, path: Path) -> Callable[[LanesRun], object]:
     content = {"optimizer": get_optimizer_state_dict(run.model, run.opt)}
     dcp.async_save(content, checkpoint_id=path, no_dist=True).result()
     return lambda again: load_dcp(again, path)
+
+
+def by_dcp_full(run: LanesRun, path: Path) -> Callable[[LanesRun], object]:
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    content = {"optimizer": get_optimizer_state_dict(run.model, run.opt, options=full)}
+    dcp.save(content, checkpoint_id=path, no_dist=True)
+    return lambda again: load_dcp(again, path, full)
 
 
 WAYS = [by_torch, by_save, by_save_mapped, by_safetensors, by_dcp, by_async_save]
@@ -101,7 +112,7 @@ def device_bytes(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [*WAYS, by_dcp_full], ids=lambda way: way.__name__)
 def test_state_does_not_pass_through_the_device(attached, way, tmp_path) -> None:
     """Saving from the arena, and loading into it, never passes through VRAM."""
     run = LanesRun(LanesDevice("cuda"), sizes=(600_000, 500_000), attached=attached)
