@@ -359,7 +359,7 @@ class LossScaler:
 
 
 #: Names and shapes in each group; the partitions of two ranks cut through `a` and `b`.
-SHAPES = [{"a": (7, 5), "c": (3, 2, 2)}, {"b": (11,), "s": (1,)}]
+SHAPES: list[dict[str, tuple[int, ...]]] = [{"a": (7, 5), "c": (3, 2, 2)}, {"b": (11,), "s": (1,)}]
 
 
 def deepspeed_values(key: str, name: str, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -437,7 +437,8 @@ def write_deepspeed(
         )
     weights = {name: deepspeed_values("master", name, dtype).to(dtype) for each in SHAPES for name in each}
     model = {
-        "module": OrderedDict(weights | {"frozen": torch.ones(4, dtype=dtype)}),
+        # A parameter without elements is in the optimizer's groups, and DeepSpeed leaves it out of its own.
+        "module": OrderedDict(weights | {"frozen": torch.ones(4, dtype=dtype), "none": torch.ones(0, 2, dtype=dtype)}),
         "buffer_names": [],
         "param_shapes": [OrderedDict((n, torch.Size(SHAPES[i][n])) for n in names[i]) for i in range(2)],
         "frozen_param_shapes": None,
@@ -475,14 +476,15 @@ def test_deepspeed(elastic, order, dtype, foreign, tmp_path) -> None:
         assert ("master" in state) == (dtype is BF16)
 
     weights = torch.load(tmp_path / "tag" / "mp_rank_00_model_states.pt", weights_only=True)["module"]
-    params = {name: torch.nn.Parameter(weights[name].clone()) for name in ("a", "c", "b", "s")}
+    params = {name: torch.nn.Parameter(weights[name].clone()) for name in ("a", "c", "b", "s", "none")}
     options = {"lr": 9.0, "master": "full"} if dtype is BF16 else {"lr": 9.0}
     optimizer = outboard.AdamW(
-        [{"params": [(name, params[name]) for name in each]} for each in (("a", "c"), ("b", "s"))], **options
+        [{"params": [(name, params[name]) for name in each]} for each in (("a", "c"), ("b", "s", "none"))], **options
     )
     optimizer.param_groups[1]["lr"] = 8.0
     checkpoint.load_matched(optimizer, converted)
-    for name, p in params.items():
+    for name in names:
+        p = params[name]
         assert_same(optimizer.state[p]["exp_avg"], deepspeed_values("exp_avg", name), name)
         assert_same(optimizer.master(p), deepspeed_values("master", name, dtype), name)
     # An elastic checkpoint has no settings: the optimizer's stay.

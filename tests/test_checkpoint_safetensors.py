@@ -365,7 +365,10 @@ def test_another_model_is_refused_by_name(tmp_path) -> None:
         ),
         ([[("weight", torch.ones(6, 16, requires_grad=True)), *rest], small], r"weight: exp_avg has shape \(16, 6\)"),
         ([[("weight", weight), *rest, *small]], "has 2 parameter groups, the optimizer 1"),
-        ([[("weight", weight), *rest, ("scale", scale)], small[1:]], "scale: it is in one group with weight"),
+        (
+            [[("weight", weight), *rest, ("scale", scale)], small[1:]],
+            "scale: it is in one group with weight, and the checkpoint has them in groups 1 and 0",
+        ),
         ([[weight, model.transposed], [scale, model.nothing, bias]], "group 0 of the checkpoint has 3 parameters"),
     ]
     for groups, message in cases:

@@ -70,15 +70,19 @@ def from_deepspeed(
     groups = []
     for index in range(count):
         settings = _settings(ranks[0]["base_optimizer_state"], index)
-        fragments = [_fragments(rank, index, by_group) for rank in ranks]
-        names = list(dict.fromkeys(name for rank in fragments for name in rank)) or list(by_group[index])
+        fragments = [_fragments(rank, index) for rank in ranks]
+        # With shapes that the caller has given, a group has the parameters that the ranks' files have of it.
+        held = dict.fromkeys(name for rank in fragments for name in rank)
+        names = list(held) if shapes is not None else list(by_group[index])
+        for name in held.keys() - by_group[index].keys():
+            raise ValueError(f"{name}: its shape is not known")
         first = len(state)
         for name in names:
-            shape = _shape(by_group, index, name)
+            shape = by_group[index][name]
             pieces = [(number, *found[name]) for number, found in enumerate(fragments) if name in found]
-            values = _merge(ranks, index, pieces, shape, name)
+            values = _merge(ranks, index, pieces, shape, name) if shape.numel() else {}
             if fp32_weights or (fp32_weights is None and dtypes.get(name) is torch.float32):
-                del values["master"]
+                values.pop("master", None)
             state[len(state)] = values
         groups.append({**settings, "params": list(range(first, len(state))), "param_names": names})
     return {"state": {number: values for number, values in state.items() if values}, "param_groups": groups}
@@ -131,15 +135,7 @@ def _shapes(
     return by_group, {name: value.dtype for name, value in weights.items() if isinstance(value, torch.Tensor)}
 
 
-def _shape(by_group: list[dict[str, torch.Size]], index: int, name: str) -> torch.Size:
-    if name not in by_group[index]:
-        raise ValueError(f"{name}: its shape is not known")
-    return by_group[index][name]
-
-
-def _fragments(
-    rank: Mapping[str, Any], index: int, by_group: list[dict[str, torch.Size]]
-) -> dict[str, tuple[int, int]]:
+def _fragments(rank: Mapping[str, Any], index: int) -> dict[str, tuple[int, int]]:
     """Return where each parameter's part begins in a rank's partition, and how many elements it has."""
     mappings = rank.get("param_slice_mappings")
     if not mappings:
@@ -187,5 +183,4 @@ def _merge(
         steps.append(float(moments.get("step", 0)))
     if len(set(steps)) > 1:
         raise ValueError(f"{name}: the ranks' files are of different steps ({', '.join(map(str, steps))})")
-    merged: dict[str, Any] = {key: torch.cat(parts).view(shape) for key, parts in flat.items()}
-    return {"step": steps[0] if steps else 0.0, **merged}
+    return {"step": steps[0], **{key: torch.cat(parts).view(shape) for key, parts in flat.items()}}

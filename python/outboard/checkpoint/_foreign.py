@@ -56,6 +56,8 @@ class InertTensor(torch.Tensor):
 def read_foreign(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
     """Read a file that another library has written with `torch.save`, without that library, and run none of its code.
 
+    (A library that is imported may have told torch to load its classes: then these are what is found.)
+
     Parameters
     ----------
     path : path
@@ -75,18 +77,9 @@ def read_foreign(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
     """
     path = os.fspath(path)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    known: list[Any] = [(_stand_in(name), name) for name in {*names, *_foreign_safe_globals()}]
+    known: list[Any] = [(_stand_in(name), name) for name in names]
     with torch.serialization.safe_globals(known):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-def _foreign_safe_globals() -> set[str]:
-    """Return names of other libraries' classes that these have told torch to load: stand-ins do here, too."""
-    return {
-        f"{item.__module__}.{item.__qualname__}"
-        for item in torch.serialization.get_safe_globals()
-        if not isinstance(item, tuple) and item.__module__.startswith((_TENSORS, "deepspeed.", "bitsandbytes."))
-    }
 
 
 def _stand_in(name: str) -> type:

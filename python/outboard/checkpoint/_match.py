@@ -55,7 +55,7 @@ def arrange(
     if names is None or saved_names is None:
         order = _by_position(groups, saved_groups)
     else:
-        order = _by_name(names, saved_names, saved_groups)
+        order = _by_name(groups, names, saved_names, saved_groups)
     numbers: dict[int, int] = {}
     state: dict[Any, Any] = {}
     arranged, position = [], 0
@@ -99,28 +99,39 @@ def _by_position(groups: Sequence[Group], saved_groups: Sequence[Group]) -> list
 
 
 def _by_name(
-    names: list[list[str]], saved_names: list[list[str]], saved_groups: Sequence[Group]
+    groups: Sequence[Group], names: list[list[str]], saved_names: list[list[str]], saved_groups: Sequence[Group]
 ) -> list[tuple[Group, list[Any]]]:
     found = {
         name: (index, key)
         for index, saved in enumerate(saved_groups)
         for name, key in zip(saved_names[index], saved["params"], strict=True)
     }
-    wanted = {name for group in names for name in group}
-    for name in wanted - found.keys():
-        raise ValueError(f"{name}: the checkpoint does not know this parameter")
-    for name in found.keys() - wanted:
-        raise ValueError(f"{name}: the checkpoint has this parameter, the optimizer has not")
+    wanted = {
+        name: parameter
+        for listed, group in zip(names, groups, strict=True)
+        for name, parameter in zip(listed, group["params"], strict=True)
+    }
+    for name, parameter in wanted.items():
+        # DeepSpeed leaves out parameters without elements.
+        if name not in found and parameter.numel():
+            raise ValueError(f"{name}: the checkpoint does not know this parameter")
+    for name in found:
+        if name not in wanted:
+            raise ValueError(f"{name}: the checkpoint has this parameter, the optimizer has not")
     result = []
     for index, group in enumerate(names):
-        sources = {found[name][0] for name in group} or {index}
+        sources: dict[int, str] = {}
+        for name in group:
+            if name in found:
+                sources.setdefault(found[name][0], name)
         if len(sources) > 1:
-            other = next(name for name in group if found[name][0] != found[group[0]][0])
+            (one, name), (two, other) = list(sources.items())[:2]
             raise ValueError(
-                f"{other}: it is in one group with {group[0]}, and the checkpoint has them in groups "
-                f"{found[other][0]} and {found[group[0]][0]}, each with settings of its own"
+                f"{other}: it is in one group with {name}, and the checkpoint has them in groups {two} and {one}, each "
+                "with settings of its own"
             )
-        result.append((saved_groups[sources.pop()], [found[name][1] for name in group]))
+        source = next(iter(sources), index)
+        result.append((saved_groups[source], [found.get(name, (source, None))[1] for name in group]))
     return result
 
 

@@ -250,7 +250,7 @@ def _bytes_of(shape: list[int], dtype: torch.dtype) -> int:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with memory of its own, in host memory, in row-major order: itself, if it is so."""
-    plain = tensor.detach().to("cpu").contiguous()
+    plain = tensor.detach().to("cpu").resolve_neg().contiguous()
     is_alone = plain.untyped_storage().nbytes() == _bytes(plain)
     return plain if is_alone else plain.clone()
 
