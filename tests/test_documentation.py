@@ -61,3 +61,19 @@ def test_there_are_blocks_and_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_tests_of_the_compatibility_table_exist() -> None:
+    text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:tests/[\w/]+\.py)?(?:::\w+)?)`", text)
+    file, found = "", set()
+    for name in filter(None, named):
+        path, _, test = name.partition("::")
+        file = path or file
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert not test or f"\ndef {test}(" in source, f"{file} has no {test}"
+        found.add(file)
+    assert len(found) > 30
+    for row in text.splitlines():
+        if row.startswith("| ") and not row.startswith("| |"):
+            assert "`tests/" in row, f"no test: {row}"
