@@ -21,6 +21,7 @@ pytestmark = [
     # torch's compiler's own: of gradients that it looks for, and of what it makes of hooks.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]
 
 

@@ -201,6 +201,7 @@ def marks(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> list[
     return [event.name for event in profiler.events() if event.name.startswith("Optimizer.")]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 @pytest.mark.parametrize("cls", OURS)
 def test_profilers_show_the_marks_of_torch(lanes_device, attached, cls) -> None:
     """`Optimizer.step#AdamW.step` and `Optimizer.zero_grad#AdamW.zero_grad`, once a step: what tools look for."""
