@@ -282,3 +282,41 @@ def test_uneven_and_empty_shards(ranks, tmp_path) -> None:
     ranks(uneven, 4, str(tmp_path))
     for world_size in (1, 2, 3):
         ranks(uneven, world_size, str(tmp_path))
+
+
+def files(device: str, path: str) -> None:
+    """A file of one rank's part is refused; a whole state dict goes into files, and each rank loads its part of it."""
+    module = shard(model(), device)
+    optimizer = ours(module)
+    train(module, optimizer, device, 1, torch.float32)
+    for save_one in (outboard.checkpoint.save, outboard.checkpoint.save_safetensors):
+        with pytest.raises(ValueError, match="spread over ranks"):
+            save_one(optimizer, f"{path}/part")
+    # By position, as `load_state_dict` has it: the helper's names are turned back.
+    names = [name for name, _ in module.named_parameters()]
+    whole_state = get_optimizer_state_dict(
+        module, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if dist.get_rank() == 0:
+        state = {number: whole_state["state"][name] for number, name in enumerate(names)}
+        groups = [{**whole_state["param_groups"][0], "params": list(range(len(names)))}]
+        outboard.checkpoint.save({"state": state, "param_groups": groups}, f"{path}/whole.pt")
+        outboard.checkpoint.save_safetensors({"state": state, "param_groups": groups}, f"{path}/whole")
+    dist.barrier()
+    saved = everything(module, optimizer)
+    for load_one, name in (
+        (outboard.checkpoint.load, "whole.pt"),
+        (outboard.checkpoint.load_safetensors, "whole"),
+    ):
+        other = shard(model(), device)
+        another = ours(other)
+        load_one(f"{path}/{name}", another)
+        found = everything(other, another)
+        check(
+            {key: value for key, value in found.items() if "exp_avg" in key},
+            {key: value for key, value in saved.items() if "exp_avg" in key},
+        )
+
+
+def test_files_of_one_process(ranks, tmp_path) -> None:
+    ranks(files, 2, str(tmp_path))

@@ -26,7 +26,7 @@ from outboard._state import State
 from outboard.checkpoint._files import replacing, sync_file, sync_folder
 from outboard.checkpoint._match import arrange
 from outboard.checkpoint._progress import Progress, ProgressOption, check_progress
-from outboard.checkpoint._torch import state_of
+from outboard.checkpoint._torch import refuse_sharded, state_of
 from outboard.checkpoint._tree import decode, encode
 
 INDEX = "optimizer.safetensors.index.json"
@@ -82,14 +82,17 @@ def save_safetensors(
     ImportError
         If safetensors is not installed.
     TypeError, ValueError
-        If the state holds what neither safetensors nor JSON can; nothing is written then.
+        If the state holds what neither safetensors nor JSON can, or DTensors, of which each rank has a part; nothing
+        is written then.
     """
     library = _library()
     check_progress(progress)
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be an int of at least 1, not {max_shard_bytes!r}")
     kept: dict[str, torch.Tensor] = {}
-    content = _encode(state_of(state), kept)
+    given = state_of(state)
+    refuse_sharded(given)
+    content = _encode(given, kept)
     shards = _divide(kept, max_shard_bytes)
     save_id = secrets.token_hex(4)
     files = [f"optimizer-{save_id}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outboard._sharded import is_sharded
 from outboard.checkpoint._files import CountingFile, replacing
 from outboard.checkpoint._match import load_matched
 from outboard.checkpoint._progress import Progress, ProgressOption, check_progress
@@ -30,9 +31,15 @@ def save(state: torch.optim.Optimizer | Mapping[str, Any], path: Path, *, progre
     progress : "auto", bool or callable
         `"auto"` draws a bar on stderr if that is a terminal and the save takes longer than two seconds; True draws it
         at once; a function is called with the bytes done and the bytes in all.
+
+    Raises
+    ------
+    ValueError
+        If there are DTensors, of which each rank has a part.
     """
     check_progress(progress)
     content = state_of(state)
+    refuse_sharded(content)
     total = sum(storages(content).values())
     with Progress("saving", total, progress) as counter, replacing(path) as file:
         torch.save(content, CountingFile(file, counter))  # type: ignore[arg-type]
@@ -74,6 +81,15 @@ def load(
 def state_of(state: Any) -> Any:
     """Return the state dict of an optimizer; what is none is returned as it is."""
     return state.state_dict() if callable(getattr(state, "state_dict", None)) else state
+
+
+def refuse_sharded(content: Any) -> None:
+    """Refuse DTensors: the ranks would write over each other's parts."""
+    if any(map(is_sharded, tensors(content))):
+        raise ValueError(
+            "the state is spread over ranks (DTensor), and a file would have this rank's part: save it by "
+            "torch.distributed.checkpoint, or a whole state dict (StateDictOptions(full_state_dict=True)) on one rank"
+        )
 
 
 def storages(content: Any) -> dict[int, int]:
