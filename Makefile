@@ -10,6 +10,8 @@ WHEEL_CUDA_ARCHS := 80,86,89,90,100,120
 
 # Interpreter to make .venv with; empty: the first suitable one of python3.13 to python3.10 and python3.
 PYTHON ?=
+# Processes that share out the files of tests; 0: this one alone, for a debugger.
+WORKERS := 2
 # Passed on by the targets that say so: make test-python ARGS="-k scheduler -x"
 ARGS ?=
 
@@ -71,7 +73,7 @@ test-rust: | need-rust ## Test the crate alone: no Python, no torch, no CUDA
 
 .PHONY: test-python
 test-python: build ## Test the Python package (ARGS: pytest's options)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 .PHONY: lint
 lint: lint-rust lint-python ## Check format, lints, types and the stub file
@@ -111,7 +113,7 @@ test-aarch64: $(VENV)/.created | need-rust ## Cross-compile the crate's tests to
 
 .PHONY: test-integrations
 test-integrations: build $(INTEGRATIONS_STAMP) ## Run the tests of training frameworks, which it installs (ARGS: pytest's options)
-	$(BIN)/python -m pytest -m 'integrations and not cuda' tests/integrations $(ARGS)
+	$(BIN)/python -m pytest -m 'integrations and not cuda' -n $(WORKERS) --dist loadfile tests/integrations $(ARGS)
 
 .PHONY: test-kill
 test-kill: build ## End training in every way, 50 times each, and look for lost updates (OUTBOARD_KILL_REPEATS)

@@ -21,7 +21,7 @@ STEPS = 6
 def wrap(module: torch.nn.Module, device: str, **options: Any) -> DistributedDataParallel:
     compress = options.pop("compress", False)
     # A MiB holds less than the whole model: several buckets, ready at different times.
-    wrapped = DistributedDataParallel(module.to(device), bucket_cap_mb=0.05, **options)
+    wrapped = DistributedDataParallel(module.to(device), **{"bucket_cap_mb": 0.05, **options})
     if compress:
         wrapped.register_comm_hook(None, bf16_compress_hook)
     return wrapped
@@ -234,12 +234,19 @@ def test_an_exception_in_backward_has_begun_nothing(ranks) -> None:
     ranks(failing, 2)
 
 
-def zero(device: str, overlap: bool) -> None:
+def zero(device: str, attaches: bool, bucket_view: bool) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    small_ones_have_hooks()
 
     def run(cls: Any, **options: Any) -> tuple[list[float], torch.nn.Module, Any]:
         wrapped = wrap(model(), device)
-        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=cls, lr=1e-2, **options)
+        optimizer = ZeroRedundancyOptimizer(
+            wrapped.parameters(), cls, parameters_as_bucket_view=bucket_view, lr=1e-2, **options
+        )
+        if attaches and "threads" in options:
+            # Without overlap: the weights are sent to other ranks as soon as its step has returned.
+            optimizer.optim.attach(wrapped)
         return train(wrapped, optimizer, device), wrapped, optimizer
 
     cls, options = (torch.optim.AdamW, {"fused": True}) if device == "cpu" else (outboard.AdamW, {"mode": "cpu"})
@@ -269,8 +276,10 @@ def zero(device: str, overlap: bool) -> None:
     assert train(got, again, device) == train(wanted, theirs, device)
 
 
-def test_zero_redundancy_optimizer(ranks) -> None:
-    ranks(zero, 2, False)
+@pytest.mark.parametrize("attaches", [False, True], ids=["plain", "attached"])
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_zero_redundancy_optimizer(ranks, attaches, bucket_view) -> None:
+    ranks(zero, 2, attaches, bucket_view)
 
 
 def zero_clips(device: str) -> None:
@@ -283,3 +292,58 @@ def zero_clips(device: str) -> None:
 
 def test_a_norm_of_a_share_of_the_gradients_is_refused(ranks) -> None:
     ranks(zero_clips, 2)
+
+
+def looked_at_between(device: str, compiles: bool) -> None:
+    """A forward without gradients between one under `no_sync()` and its backward says nothing of that backward."""
+    small_ones_have_hooks()
+
+    def run(optimizer_of: Any) -> Any:
+        # The compiler cuts graphs at buckets, and refuses such small ones.
+        wrapped = wrap(model(), device, bucket_cap_mb=25)
+        optimizer = optimizer_of(wrapped)
+        called = torch.compile(wrapped, backend="eager") if compiles else wrapped
+        if isinstance(optimizer, outboard.AdamW):
+            optimizer.attach(called)
+        data = list(batches(8, seed=dist.get_rank()))
+        for first, second in zip(data[::2], data[1::2], strict=True):
+            with wrapped.no_sync():
+                loss = called(first.to(device)).square().mean()
+            if not compiles:
+                with torch.no_grad():
+                    called(first.to(device))
+            # Outside of the context: DDP has decided in forward.
+            loss.backward()
+            called(second.to(device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return wrapped
+
+    def ours(wrapped: Any) -> outboard.AdamW:
+        options = {"offload_gradients": True, "accumulation_steps": 2}
+        with with_lanes():
+            return outboard.AdamW(wrapped.parameters(), lr=1e-2, threads=1, **options)
+
+    wanted = run(lambda wrapped: reference(device, wrapped.parameters()) if device == "cpu" else plain(wrapped))
+    got = run(ours)
+    for p, q in zip(wanted.parameters(), got.parameters(), strict=True):
+        assert_same(host(q), host(p))
+
+
+def plain(wrapped: Any) -> torch.optim.Optimizer:
+    """Return outboard's optimizer, which is not attached: `run` attaches those of its own class alone."""
+
+    class Plain(torch.optim.SGD):
+        def __init__(self) -> None:
+            super().__init__(wrapped.parameters(), lr=0)
+            self.inner = outboard.AdamW(wrapped.parameters(), lr=1e-2, mode="cpu")
+
+        def step(self) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    return Plain()
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["looked at", "compiled"])
+def test_no_sync_around_the_forward_alone(ranks, compiles) -> None:
+    ranks(looked_at_between, 2, compiles)

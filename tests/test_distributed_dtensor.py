@@ -274,9 +274,18 @@ def watched(device: str) -> None:
         "detach": lambda grad: grad.detach().mul_(2),
         "data": lambda grad: grad.data.mul_(2),
         "view": lambda grad: grad.view(256).mul_(2),
+        "view of a view": lambda grad: grad.detach().view(256).mul_(2),
+        "local of a view": lambda grad: grad.detach().to_local().mul_(2),
+        "full_tensor of what is whole": None,
         "[...]": lambda grad: grad[...].mul_(2),
     }
     for name, write in writes.items():
+        if write is None:
+            whole_one = distribute_tensor(torch.ones(16, 16, device=device), mesh, [Replicate()])
+            seen = _sharded.watch(whole_one)
+            whole_one.full_tensor().mul_(2)
+            assert not _sharded.is_unchanged(whole_one, seen), name
+            continue
         grad = gradient()
         seen = _sharded.watch(grad)
         write(grad)
@@ -290,7 +299,12 @@ def watched(device: str) -> None:
         "abs": lambda grad: grad.abs().max(),
         "shape": lambda grad: (grad.shape, grad.device, grad.dtype, grad.placements, grad.numel(), grad.requires_grad),
         "clone": lambda grad: grad.clone().zero_(),
-        "repr": lambda grad: grad.isfinite().all(),
+        "isfinite": lambda grad: grad.isfinite().all(),
+        "repr": lambda grad: (repr(grad), f"{grad}", len(grad)),
+        "==": lambda grad: (grad == 1).all(),
+        "detach": lambda grad: grad.detach().norm(),
+        "data": lambda grad: grad.data.norm(),
+        "flatten": lambda grad: grad.flatten().norm(),
     }
     for name, read in reads.items():
         grad = gradient()
@@ -359,3 +373,122 @@ def subclasses(device: str) -> None:
 
 def test_what_does_not_fit_is_refused(ranks) -> None:
     ranks(subclasses, 2)
+
+
+def offloaded_parts(device: str, eager: Any, accumulate: int) -> None:
+    """A gradient that ranks have parts of is added up, also where gradients leave the device in backward."""
+    small_ones_have_hooks()
+    mesh = init_device_mesh(device, (2,))
+    rank = dist.get_rank()
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(16, 16, device=device), mesh, [Replicate()]))
+    module = torch.nn.Module()
+    module.weight = weight
+    options = {"eager": eager, "offload_gradients": True, "accumulation_steps": accumulate}
+    with with_lanes():
+        optimizer = outboard.AdamW([weight], lr=1e-2, threads=1, **options).attach(module)
+    for _ in range(2):
+        for _ in range(accumulate):
+            x = DTensor.from_local(torch.full((4, 16), 1.0 + rank, device=device), mesh, [Shard(0)])
+            (x @ weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Four rows of ones and four of twos.
+    expected = torch.full((16, 16), 12.0 * accumulate)
+    twin = torch.nn.Parameter(torch.ones(16, 16))
+    single = outboard.AdamW([twin], lr=1e-2, threads=1)
+    for _ in range(2):
+        twin.grad = expected.clone()
+        single.step()
+    assert_same(host(optimizer.state[weight]["exp_avg"]), single.state[twin]["exp_avg"])
+    assert_same(host(weight), twin.detach())
+
+
+@pytest.mark.parametrize("eager", ["auto", True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_offloaded_gradients_that_ranks_have_parts_of(ranks, eager, accumulate) -> None:
+    ranks(offloaded_parts, 2, eager, accumulate)
+
+
+def bound_in_another_order(device: str) -> None:
+    """Ranks that have bound their parameters in different orders add up the same gradients."""
+    mesh = init_device_mesh(device, (2,))
+    params = [
+        torch.nn.Parameter(distribute_tensor(torch.ones(16, 16, device=device), mesh, [Replicate()])) for _ in "ab"
+    ]
+    with with_lanes():
+        optimizer = outboard.AdamW(params, lr=1e-2, threads=1)
+    if dist.get_rank() == 0:
+        optimizer.master(params[1])
+    for number, p in enumerate(params):
+        p.grad = DTensor.from_local(torch.full((16, 16), 1.0 + 99 * number, device=device), mesh, [Partial()])
+    optimizer.step()
+    for number, p in enumerate(params):
+        wanted = torch.full((16, 16), 2 * (1.0 + 99 * number)) * (1 - torch.tensor(0.9))
+        torch.testing.assert_close(host(optimizer.state[p]["exp_avg"]), wanted)
+
+
+def test_ranks_that_have_bound_in_another_order(ranks) -> None:
+    ranks(bound_in_another_order, 2)
+
+
+def noise(device: str) -> None:
+    """Shards round by noise of their own, replicas by the same."""
+    mesh = init_device_mesh(device, (2,))
+    found = {}
+    for placement in (Shard(0), Shard(1), Replicate()):
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(64, 64, device=device), mesh, [placement]))
+        with with_lanes():
+            optimizer = outboard.AdamW([p], lr=1e-2, threads=1, state_dtype=torch.bfloat16)
+        for step in range(3):
+            p.grad = distribute_tensor(torch.full((64, 64), 0.3 + step, device=device), mesh, [placement])
+            optimizer.step()
+        local = host(optimizer.state[p]["exp_avg"]).float().to(device)
+        parts = [torch.empty_like(local) for _ in range(2)]
+        dist.all_gather(parts, local.contiguous())
+        found[str(placement)] = (parts[0] == parts[1]).float().mean().item()
+    assert found[str(Replicate())] == 1
+    assert found[str(Shard(0))] < 0.9, found
+    assert found[str(Shard(1))] < 0.9, found
+
+
+def test_noise_of_shards(ranks) -> None:
+    ranks(noise, 2)
+
+
+def beside(device: str) -> None:
+    """Plain parameters beside DTensors: one norm if their gradients are the same on all ranks, or no step on any."""
+    mesh = init_device_mesh(device, (2,))
+    spread = torch.nn.Parameter(distribute_tensor(torch.ones(16, 16, device=device), mesh, [Shard(0)]))
+    plain = torch.nn.Parameter(torch.ones(16, device=device))
+    with with_lanes():
+        optimizer = outboard.AdamW([plain, spread], lr=1e-2, threads=1, max_grad_norm=0.5)
+    spread.grad = distribute_tensor(torch.ones(16, 16, device=device), mesh, [Shard(0)])
+    plain.grad = torch.ones(16, device=device)
+    optimizer.step()
+    assert optimizer.last_grad_norm == pytest.approx(math.sqrt(256 + 16))
+    plain.grad = torch.full((16,), 1.0 + dist.get_rank(), device=device)
+    before = host(spread).clone()
+    with pytest.raises(ValueError, match="differ between ranks"):
+        optimizer.step()
+    assert_same(host(spread), before)
+
+
+def test_plain_parameters_beside_dtensors(ranks) -> None:
+    ranks(beside, 2)
+
+
+def strided(device: str) -> None:
+    """A whole tensor for shards that are not one piece of it is refused, not taken by the wrong rows."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh(device, (2, 1))
+    spec = [_StridedShard(0, split_factor=2), Replicate()]
+    p = torch.nn.Parameter(distribute_tensor(torch.arange(32.0, device=device).view(8, 4), mesh, spec))
+    optimizer = outboard.AdamW([("w", p)], threads=1)
+    value = torch.arange(32.0).view(8, 4)
+    with pytest.raises(ValueError, match=r"w: its exp_avg is a whole tensor"):
+        optimizer.state[p] = {"step": 1.0, "exp_avg": value, "exp_avg_sq": value}
+
+
+def test_whole_tensors_for_strided_shards(ranks) -> None:
+    ranks(strided, 2)

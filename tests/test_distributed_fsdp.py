@@ -401,3 +401,94 @@ def test_fsdp1(ranks) -> None:
 
 def test_policies_are_told_apart() -> None:
     assert not isinstance(OffloadPolicy(), CPUOffloadPolicy)
+
+
+def gathers(device: str) -> None:
+    """Each gather of a unit, in forward and in backward, first waits for this unit's shards, and no other's."""
+    small_ones_have_hooks()
+    module = shard(model(), device)
+    with with_lanes():
+        optimizer = outboard.AdamW(module.parameters(), lr=1e-2, eager=False, threads=1).attach(module)
+    readers, waits = optimizer._attachment.readers, []
+    resolve = readers.resolve
+
+    def counted(parameters: list[torch.Tensor], **options: Any) -> None:
+        waits.append({id(p) for p in parameters})
+        resolve(parameters, **options)
+
+    readers.resolve = counted
+    units = [{id(p) for p in block.parameters()} for block in module]
+    for x in batches(2, seed=dist.get_rank()):
+        waits.clear()
+        module(x.to(device)).square().mean().backward()
+        found = [wait for wait in waits if wait in units]
+        # Each unit in forward; in backward those that were resharded.
+        assert [found.index(unit) for unit in units] == [0, 1, 2]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gathers_wait_for_their_own_shards(ranks) -> None:
+    ranks(gathers, 2)
+
+
+def two_optimizers(device: str) -> None:
+    """Two optimizers, each of some parameters of every unit; one goes, and the other's gathers still wait."""
+    small_ones_have_hooks()
+
+    def halves(module: Any) -> list[list[torch.Tensor]]:
+        params = list(module.parameters())
+        return [params[::2], params[1::2]]
+
+    wanted, got = shard(model(), device), shard(model(), device)
+    theirs = [reference(device, half) for half in halves(wanted)]
+    with with_lanes():
+        ours = [outboard.AdamW(half, lr=1e-2, threads=1, eager=False) for half in halves(got)]
+    for optimizer in ours:
+        optimizer.attach(got)
+    for number, x in enumerate(batches(5, seed=dist.get_rank())):
+        if number == 3:
+            ours[0].detach()
+        for module, optimizers in ((wanted, theirs), (got, ours)):
+            module(x.to(device)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for p, q in zip(wanted.parameters(), got.parameters(), strict=True):
+        assert_same(host(q), host(p))
+    ours[1].detach()
+
+
+def test_two_optimizers_of_one_model(ranks) -> None:
+    ranks(two_optimizers, 2)
+
+
+def failed(device: str) -> None:
+    """After a backward that failed, the next one and `step()` raise, also where it reaches other units alone."""
+    small_ones_have_hooks()
+    module = shard(model(), device)
+    with with_lanes():
+        optimizer = outboard.AdamW(module.parameters(), lr=1e-2, eager=True, threads=1).attach(module)
+    x = next(batches(1, seed=dist.get_rank())).to(device)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("in backward")
+
+    handle = module[0].register_forward_hook(lambda block, args, output: Fails.apply(output))
+    with pytest.raises(RuntimeError, match="in backward"):
+        module(x).square().mean().backward()
+    handle.remove()
+    assert optimizer.stats()["eager_updates"] > 0
+    with pytest.raises(RuntimeError, match="abandon"):
+        optimizer.step()
+    assert optimizer.abandon().updated
+
+
+def test_an_exception_in_backward(ranks) -> None:
+    ranks(failed, 2)

@@ -31,6 +31,9 @@ class Attachment:
 
     def __init__(self, optimizer: Owner) -> None:
         reference = weakref.ref(optimizer)
+        self._has_a_share = optimizer._has_a_share
+        #: The ids of parameters that FSDP2 gathers.
+        self._gathered: set[int] = set()
 
         def groups() -> list[dict[str, Any]]:
             optimizer = reference()
@@ -49,7 +52,8 @@ class Attachment:
     def add(self, model: torch.nn.Module) -> None:
         """Put hooks on a model's modules and on the parameters that the optimizer has of it."""
         # Before any gradient is hooked: in such a model it may be final later.
-        if _wrappers.is_opaque(model):
+        # ZeroRedundancyOptimizer sends the weights to other ranks as soon as its optimizer's `step()` has returned.
+        if _wrappers.is_opaque(model) or self._has_a_share:
             self.roster.overlaps = False
             self.roster.remove()
         self.roster.refresh()
@@ -58,6 +62,7 @@ class Attachment:
             return
         # What FSDP2 gathers is not in the modules while they are called.
         gathered = self._follow_gathers(model)
+        self._gathered |= gathered
         ours = {key: group for key, group in self.roster.groups.items() if key not in gathered}
         compiled = self._follow_compiled(model)
         for wrapper in _wrappers.ddp_modules(model):
@@ -125,22 +130,28 @@ class Attachment:
         """Let a module's forward wait for its own weights."""
         if backward_here() != -1:
             self.backward.notice()
+        self._notice_wrapper()
         self.readers.forward_begins(module, uses)
 
     def compiled_begins(self) -> None:
-        """Wait for all that a compiled region may use."""
+        """Wait for all that a compiled region may use; FSDP2's gathers wait by themselves, there too."""
         if backward_here() != -1:
             self.backward.notice()
-        self.readers.resolve_all()
+        self.readers.resolve_all(but=self._gathered)
+        if self.backward.averaging.note_all():
+            self.backward.wait_for_offloads()
 
     def model_begins(self) -> None:
         """Look at those modules of a model that are not called, and at who calls it."""
+        self._notice_wrapper()
+        self.readers.model_begins()
+
+    def _notice_wrapper(self) -> None:
+        """Follow a DDP wrapper that this forward is a part of: it came after `attach`, or a part was attached."""
         wrapper = _wrappers.active_ddp()
-        if wrapper is not None and wrapper not in self._wrapped:
-            # It was wrapped after `attach`.
+        if wrapper is not None and wrapper not in self._wrapped and self.roster.overlaps:
             self._follow_wrapper(wrapper, is_compiled=False)
             self.wrapper_begins(wrapper)
-        self.readers.model_begins()
 
     def wrapper_begins(self, wrapper: torch.nn.Module) -> None:
         """Note whether a DDP wrapper is going to average gradients."""

@@ -106,6 +106,8 @@ class Backward:
         #: Whether a backward has completed one gradient twice.
         self._has_repeats = False
         self._is_proven = False
+        #: Whether a backward that has begun updates ended with an exception.
+        self._has_failed = False
         self.hook_seconds = 0.0
 
     @property
@@ -167,7 +169,15 @@ class Backward:
         of their own, so that this is where it is seen.
         """
         if self._end() is None:
+            if self._in_backward:
+                self._last_has_failed()
             self._follow_backward()
+
+    def _last_has_failed(self) -> None:
+        """Forget a backward that ended with an exception, but not that what it began was not followed by a step."""
+        self._backwards -= 1
+        self._in_backward = False
+        self._has_failed |= bool(self._taken)
 
     def _follow_backward(self) -> None:
         end = _EndOfBackward(self)
@@ -179,9 +189,7 @@ class Backward:
         """Count a backward at its first gradient."""
         opt = self._opt
         if self._in_backward:
-            # It ended with an exception.
-            self._backwards -= 1
-            self._in_backward = False
+            self._last_has_failed()
         self._ends_late = False
         if _capture.is_capturing():
             raise _capture.refuse("a backward of an attached model")
@@ -261,7 +269,9 @@ class Backward:
         """Let gradients leave the device."""
         core = self._opt._core
         # What has been added or unfrozen since the last step has no state, nor memory for gradients, before the next.
-        parameters = [parameter for parameter in parameters if core.is_bound(parameter)]
+        bound = [parameter for parameter in parameters if core.is_bound(parameter)]
+        # Nor what ranks have parts of: `step()` lets them add it up.
+        parameters = [p for p in bound if (grad := _plain_grad(p)) is None or _sharded.is_complete(p, grad)]
         for parameter in parameters:
             grad = _plain_grad(parameter)
             if grad is not None and grad.requires_grad:
@@ -330,7 +340,7 @@ class Backward:
                 "a gradient scaler cannot unscale gradients that have been offloaded: use offload_gradients=False"
             )
         if self._taken:
-            if self._in_backward:
+            if self._in_backward or self._has_failed:
                 raise RuntimeError(
                     "the last backward ended with an exception after some parameters had been updated: call abandon(), "
                     "and load a checkpoint if the others must not be left behind"
@@ -410,6 +420,7 @@ class Backward:
         self._settings.clear()
         self._watched.clear()
         self._has_repeats = False
+        self._has_failed = False
         self._backwards = 0
         self._in_backward = False
 

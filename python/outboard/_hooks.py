@@ -142,7 +142,10 @@ class _Unshard(_Hook):
     def __init__(self, attachment: Follower | None = None, group: Any = None) -> None:
         super().__init__(attachment)
         self._group: Callable[[], Any] = nothing if group is None else weakref.ref(group)
+        #: That of another optimizer, whose parameters are in the same group.
+        self._other: Any = None
         if group is not None:
+            self._other = group.__dict__.get("unshard")
             group.unshard = self
 
     def __call__(self, async_op: bool = False) -> Any:
@@ -150,7 +153,7 @@ class _Unshard(_Hook):
         attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.shards_are_read(group, async_op)
-        return type(group).unshard(group, async_op)
+        return type(group).unshard(group, async_op) if self._other is None else self._other(async_op)
 
     def is_on(self, group: Any) -> bool:
         """Whether it is in place of this group's method."""
@@ -159,8 +162,13 @@ class _Unshard(_Hook):
     def remove(self) -> None:
         """Give the group its own method back."""
         group = self._group()
+        # If another has come since, it calls this one, which then does nothing.
+        self._target = nothing
         if group is not None and group.__dict__.get("unshard") is self:
-            del group.unshard
+            if self._other is None:
+                del group.unshard
+            else:
+                group.unshard = self._other
 
 
 class _CompiledCall(_Hook):

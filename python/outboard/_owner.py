@@ -21,6 +21,7 @@ class Owner(Protocol):
     _lanes: LaneOptions
     _eager: str | bool
     _seed: int
+    _has_a_share: bool
 
     @property
     def _core(self) -> Core: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -91,9 +91,9 @@ class Readers:
         for parameter in parameters:
             self._pending.pop(id(parameter), None)
 
-    def resolve_all(self) -> None:
-        """Order the current stream after everything."""
-        self.resolve(list(self._pending.values()))
+    def resolve_all(self, but: Collection[int] = ()) -> None:
+        """Order the current stream after everything but the parameters of these ids."""
+        self.resolve([parameter for key, parameter in list(self._pending.items()) if key not in but])
 
     def settled(self) -> None:
         """Everything has landed: nobody needs to wait."""

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+#: Of a parameter's number within an optimizer, below where its shard begins. As in the native half.
+NUMBER_BITS = 20
+
 
 def kind() -> Any:
     """Return the class DTensor, or None where nobody can have made one: importing it takes a while."""
@@ -57,23 +60,35 @@ class _Watched:
         """Call an operation; give gradients that it may write their own class back."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # Also copies, which are of the class that they are made of.
-        is_read = name in ("__get__", "__set__", "__delete__") or not name.endswith("_")
-        if not is_read or name.startswith("__i") or "out" in kwargs or name in ("__deepcopy__", "__reduce_ex__"):
+        is_dunder = name.startswith("__")
+        writes = "out" in kwargs or (name in _WRITING_DUNDERS if is_dunder else name.endswith("_"))
+        if writes or name in ("__deepcopy__", "__reduce_ex__"):  # copies are of the class that they are made of
             _unwatch((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             result = _read(func, *args, **kwargs)
-        if _shares_memory(result, args):
-            _unwatch((args, kwargs))  # a view, which may be written to
-        return result
+        return _hand_out(args[0] if args else None, result)
 
     def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As that of DTensor, which reads."""
-        return _read(kind().full_tensor, self, *args, **kwargs)
+        return _hand_out(self, _read(kind().full_tensor, self, *args, **kwargs))
 
     def redistribute(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As that of DTensor, which reads."""
-        return _read(kind().redistribute, self, *args, **kwargs)
+        return _hand_out(self, _read(kind().redistribute, self, *args, **kwargs))
+
+    def __repr__(self: Any) -> str:
+        text: str = _read(kind().__repr__, self)
+        return text
+
+
+#: The methods with underscores on both sides that write.
+_WRITING_DUNDERS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+        *("iand", "ior", "ixor", "ilshift", "irshift"),
+    )
+)
 
 
 class _Reading(threading.local):
@@ -93,7 +108,7 @@ def watched() -> Any:
 
         def get_local(self: Any) -> torch.Tensor:
             if not _reading.is_on:
-                self.__class__ = kind()  # whoever has the tensor within may write to it
+                _unwatch(self)  # whoever has the tensor within may write to it
             found: torch.Tensor = descriptor.__get__(self)
             return found
 
@@ -110,18 +125,25 @@ def _read(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _reading.is_on = before
 
 
-def _shares_memory(result: Any, args: Any) -> bool:
-    """Whether an operation has returned a view of its first argument."""
-    own: Any = args[0] if args else None
-    if type(own) is not _watched or not is_sharded(result) or result is own:
-        return False
+def _hand_out(own: Any, result: Any) -> Any:
+    """Return what an operation on a gradient has returned: a view of it is watched on its behalf."""
+    if type(own) is not _watched or not isinstance(result, torch.Tensor) or result is own:
+        return result
     here, there = (local(tensor).untyped_storage().data_ptr() for tensor in (own, result))
-    return here == there and here != 0
+    if here != there or here == 0:
+        return result
+    if is_sharded(result):
+        result.__class__ = watched()
+        result._watched_for = own  # type: ignore[attr-defined]
+    else:
+        _unwatch(own)  # nobody sees what is done to it
+    return result
 
 
 def _unwatch(value: Any) -> None:
     if type(value) is _watched:
         value.__class__ = kind()
+        _unwatch(value.__dict__.pop("_watched_for", None))
     elif isinstance(value, (tuple, list)):
         for item in value:
             _unwatch(item)
@@ -181,12 +203,40 @@ def part_of(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Te
     own = local(parameter)
     if 0 in own.shape:
         return value.new_empty(own.shape)
-    if tuple(shape) != tuple(own.shape):
+    if tuple(shape) != tuple(own.shape) or not _is_one_piece(spec.placements):
         raise ValueError(
             f"{what} is a whole tensor, of which this rank's part ({tuple(own.shape)}) cannot be told: load it by "
             "torch.distributed.checkpoint"
         )
     return value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def noise_number(number: int, parameter: torch.Tensor) -> int:
+    """Return what the noise of stochastic rounding is made from: a parameter's number, and where its shard begins.
+
+    Replicas draw the same noise, and shards each their own. In fewer than 64 bits for up to a million parameters.
+    """
+    if not is_sharded(parameter):
+        return number
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, spec.mesh, spec.placements)
+    first = 0
+    for size, start in zip(parameter.shape, offset, strict=True):
+        first = first * size + start
+    return (number ^ (first << NUMBER_BITS)) % 2**64
+
+
+def _is_one_piece(placements: Iterable[Any]) -> bool:
+    """Whether a rank's part is one piece: a strided shard (FSDP2's) is, together with that of tensor parallelism."""
+    placements = list(placements)
+    for index, placement in enumerate(placements):
+        if type(placement).__name__ == "_StridedShard":
+            others = (other for other in placements[index + 1 :] if not other.is_replicate())
+            if not any(type(other).__name__ == "Shard" and other.dim == placement.dim for other in others):
+                return False
+    return True
 
 
 def is_complete(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
@@ -231,6 +281,11 @@ def sums_over_ranks(parameters: list[torch.Tensor], own: dict[int, float]) -> li
     -------
     list of float
         The same bits on all ranks: ranks are added up in the order of the mesh.
+
+    Raises
+    ------
+    ValueError
+        If gradients of plain parameters beside DTensors differ between ranks: on all of them.
     """
     sums = [own.get(id(parameter), 0.0) for parameter in parameters]
     families: dict[Any, list[int]] = {}
@@ -251,4 +306,25 @@ def sums_over_ranks(parameters: list[torch.Tensor], own: dict[int, float]) -> li
                 vector = vector + part
         for index, total in zip(indices, vector.tolist(), strict=True):
             sums[index] = total
+    plain = [sums[index] for index, parameter in enumerate(parameters) if not is_sharded(parameter)]
+    if plain and families:
+        _check_same_on_all_ranks(plain, next(iter(families))[0])
     return sums
+
+
+def _check_same_on_all_ranks(sums: list[float], mesh: Any) -> None:
+    """Refuse, on all ranks, sums of plain parameters that differ: shards of one weight would be clipped differently."""
+    own = torch.tensor(sums, dtype=torch.float64, device=mesh.device_type)
+    # The bits, since NaN is not equal to itself; and whether a difference has been seen in another dimension.
+    row = torch.cat([own.view(torch.int64), torch.zeros(1, dtype=torch.int64, device=own.device)])
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        rows = [torch.empty_like(row) for _ in range(group.size())]
+        torch.distributed.all_gather(rows, row, group=group)
+        differs = any(bool((other[:-1] != row[:-1]).any()) or bool(other[-1]) for other in rows)
+        row[-1] = int(differs)
+    if row[-1]:
+        raise ValueError(
+            "gradients of plain parameters, beside DTensors, differ between ranks, and so would the norm: average them "
+            "(torch.distributed.all_reduce) before step(), or make them DTensors too"
+        )

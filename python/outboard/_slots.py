@@ -166,7 +166,8 @@ class Slots:
             # Not fresh planes over the state of one that was bound on the host, and has moved.
             may_be_resident = id(parameter) in fresh or parameter in self.resident.tensors
             planes = self._resident_planes(parameter, amsgrad) if may_be_resident else None
-            entries.append((parameter, name, number, self._full_master, self._bf16_state, amsgrad, planes))
+            place = _sharded.noise_number(number, parameter)
+            entries.append((parameter, name, place, self._full_master, self._bf16_state, amsgrad, planes))
         if entries:
             self._choose_transfer(parameter for parameter, *_ in entries)
             try:

@@ -151,7 +151,9 @@ class SteppingOptimizer(BaseOptimizer):
             self._slots.bind_wanted(without_gradient=False)
         self._state.refresh()
         self._slots.settle()
-        _sharded.complete_gradients(self._slots.sharded, self._slots.name_of)
+        if self._slots.sharded:
+            # In the order of the groups, which is that of all ranks; that of binding need not be.
+            _sharded.complete_gradients(filter(_sharded.is_sharded, self._slots.listed()), self._slots.name_of)
         if attachment is not None:
             self._core.wait([])  # raises what has failed since the last step, before anything is taken
             # Before anything begins: an interrupt may come as soon as it has.

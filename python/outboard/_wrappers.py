@@ -122,10 +122,18 @@ class Averaging:
         self._wrappers.add(wrapper)
 
     def note(self, wrapper: Any) -> None:
-        """Note in forward, where it decides, what a wrapper is going to do."""
-        self._noted[wrapper] = bool(wrapper.require_backward_grad_sync)
+        """Note in forward, where it decides, what a wrapper is going to do: not in one that has no backward."""
+        if torch.is_grad_enabled():
+            self._noted[wrapper] = bool(wrapper.require_backward_grad_sync)
+
+    def note_all(self) -> bool:
+        """Note all wrappers, where a compiled forward may be one of theirs; whether any has gradients in buckets."""
+        wrappers = list(self._wrappers)
+        for wrapper in wrappers:
+            self.note(wrapper)
+        return any(map(keeps_gradients_in_buckets, wrappers))
 
     def is_on(self) -> bool:
-        """Whether all of them average. For one whose forward was compiled: whether it says so now."""
+        """Whether all of them average."""
         wrappers: list[Any] = list(self._wrappers)
         return all(self._noted.get(wrapper, wrapper.require_backward_grad_sync) for wrapper in wrappers)

@@ -40,6 +40,9 @@ pub(super) struct Parameters {
     simulate: bool,
 }
 
+/// Of a slot's number those bits that are the parameter's number in the optimizer; above them, where its shard begins.
+const NUMBER_BITS: u32 = 20;
+
 fn address(object: &Bound<'_, PyAny>) -> usize {
     object.as_ptr() as usize
 }
@@ -201,7 +204,7 @@ impl Parameters {
                     Offloaded { plane, dtype, count: 0 }
                 });
                 self.index.insert(binding.parameter.as_ptr() as usize, self.slots.len());
-                self.next_use.push(slot.spec.number);
+                self.next_use.push(slot.spec.number % (1 << NUMBER_BITS));
                 self.slots.push(slot);
                 self.bindings.push(binding);
             }
