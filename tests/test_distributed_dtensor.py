@@ -302,6 +302,8 @@ def watched(device: str) -> None:
         "isfinite": lambda grad: grad.isfinite().all(),
         "repr": lambda grad: (repr(grad), f"{grad}", len(grad)),
         "==": lambda grad: (grad == 1).all(),
+        "redistribute": lambda grad: grad.redistribute(grad.device_mesh, [Replicate()]),
+        "redistribute, later": lambda grad: grad.redistribute(grad.device_mesh, [Replicate()], async_op=True),
         "detach": lambda grad: grad.detach().norm(),
         "data": lambda grad: grad.data.norm(),
         "flatten": lambda grad: grad.flatten().norm(),

@@ -433,6 +433,7 @@ class Backward:
         """Keep the gradients of a step that was refused, those in host memory too; what backward has begun is over."""
         self._taken.clear()
         self._settings.clear()
+        self._has_failed = False
 
     def refuse_before_step(self, call: str) -> None:
         """Refuse a call where updates have begun in backward that `step()` has not been called for."""

@@ -129,6 +129,8 @@ def _hand_out(own: Any, result: Any) -> Any:
     """Return what an operation on a gradient has returned: a view of it is watched on its behalf."""
     if type(own) is not _watched or not isinstance(result, torch.Tensor) or result is own:
         return result
+    if type(local(result)) is not torch.Tensor:
+        return result  # what a collective is still to fill has memory of its own
     here, there = (local(tensor).untyped_storage().data_ptr() for tensor in (own, result))
     if here != there or here == 0:
         return result
@@ -221,6 +223,8 @@ def noise_number(number: int, parameter: torch.Tensor) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     spec: Any = parameter._spec  # type: ignore[attr-defined]
+    if spec.mesh.get_coordinate() is None:
+        return number  # this rank has nothing of it
     _, offset = compute_local_shape_and_global_offset(parameter.shape, spec.mesh, spec.placements)
     first = 0
     for size, start in zip(parameter.shape, offset, strict=True):
