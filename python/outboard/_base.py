@@ -55,6 +55,8 @@ class BaseOptimizer(Optimizer):
     _decoupled: bool = True
     #: torch's GradScaler hands `grad_scale` and `found_inf` to the step instead of unscaling first.
     _step_supports_amp_scaling = True
+    #: Whether it has a share of the parameters of others of its kind (ZeRO); copies of earlier versions do not say.
+    _has_a_share = False
 
     def __init__(
         self,
