@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import outboard
 from oracle import assert_same
@@ -347,3 +348,41 @@ def plain(wrapped: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("compiles", [False, True], ids=["looked at", "compiled"])
 def test_no_sync_around_the_forward_alone(ranks, compiles) -> None:
     ranks(looked_at_between, 2, compiles)
+
+
+def computed_anew(device: str) -> None:
+    """A compiled part that is computed anew within a backward says nothing of what DDP does in that backward."""
+    small_ones_have_hooks()
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+            self.last = torch.nn.Linear(64, 64)
+            self.first.compile(backend="eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+    wrapped = wrap(Parts(), device, bucket_cap_mb=25)
+    with with_lanes():
+        optimizer = outboard.AdamW(wrapped.parameters(), lr=1e-2, threads=1).attach(wrapped)
+    data = list(batches(4, seed=dist.get_rank()))
+    for x in data[:3]:
+        wrapped(x.to(device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    begun = optimizer.stats()["eager_updates"]
+    assert begun > 0
+    with wrapped.no_sync():
+        loss = wrapped(data[3].to(device)).square().mean()
+    loss.backward()
+    assert optimizer.stats()["eager_updates"] == begun
+    wrapped(data[3].to(device)).square().mean().backward()
+    optimizer.step()
+    agree([host(p).double().sum().item() for p in wrapped.parameters()])
+
+
+def test_a_compiled_part_that_is_computed_anew(ranks) -> None:
+    ranks(computed_anew, 2)

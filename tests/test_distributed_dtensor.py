@@ -276,16 +276,12 @@ def watched(device: str) -> None:
         "view": lambda grad: grad.view(256).mul_(2),
         "view of a view": lambda grad: grad.detach().view(256).mul_(2),
         "local of a view": lambda grad: grad.detach().to_local().mul_(2),
-        "full_tensor of what is whole": None,
+        "chunk, all at once": lambda grad: torch._foreach_mul_(list(grad.chunk(2, 1)), 2.0),
+        "unbind": lambda grad: torch._foreach_mul_(list(grad.unbind(1)), 2.0),
+        "narrow": lambda grad: torch.narrow(input=grad, dim=1, start=0, length=4).mul_(2),
         "[...]": lambda grad: grad[...].mul_(2),
     }
     for name, write in writes.items():
-        if write is None:
-            whole_one = distribute_tensor(torch.ones(16, 16, device=device), mesh, [Replicate()])
-            seen = _sharded.watch(whole_one)
-            whole_one.full_tensor().mul_(2)
-            assert not _sharded.is_unchanged(whole_one, seen), name
-            continue
         grad = gradient()
         seen = _sharded.watch(grad)
         write(grad)
@@ -307,12 +303,19 @@ def watched(device: str) -> None:
         "detach": lambda grad: grad.detach().norm(),
         "data": lambda grad: grad.data.norm(),
         "flatten": lambda grad: grad.flatten().norm(),
+        "a source": lambda grad: gradient().add_(grad),
+        "sources": lambda grad: torch._foreach_add_([gradient()], [grad]),
     }
     for name, read in reads.items():
         grad = gradient()
         seen = _sharded.watch(grad)
         read(grad)
         assert _sharded.is_unchanged(grad, seen), name
+    whole_one = distribute_tensor(torch.ones(16, 16, device=device), mesh, [Replicate()])
+    seen = _sharded.watch(whole_one)
+    whole_one.full_tensor().mul_(2)
+    assert _sharded.is_unchanged(whole_one, seen)
+    assert (host(whole_one) == 1).all()
     for copier in (copy.deepcopy, lambda grad: pickle.loads(pickle.dumps(grad))):
         if copier is copy.deepcopy:
             assert type(copier(gradient())) is DTensor
@@ -468,6 +471,13 @@ def beside(device: str) -> None:
     plain.grad = torch.ones(16, device=device)
     optimizer.step()
     assert optimizer.last_grad_norm == pytest.approx(math.sqrt(256 + 16))
+    # In the last bits they may differ: then all ranks go by the first.
+    plain.grad = torch.full((16,), 1.0 + 1e-6 * dist.get_rank(), device=device)
+    optimizer.step()
+    agree(optimizer.last_grad_norm)
+    plain.grad = torch.full((16,), math.inf if dist.get_rank() else 1.0, device=device)
+    with pytest.warns(RuntimeWarning, match="changed nothing"):
+        optimizer.step()
     plain.grad = torch.full((16,), 1.0 + dist.get_rank(), device=device)
     before = host(spread).clone()
     with pytest.raises(ValueError, match="differ between ranks"):

@@ -457,6 +457,14 @@ def two_optimizers(device: str) -> None:
     for p, q in zip(wanted.parameters(), got.parameters(), strict=True):
         assert_same(host(q), host(p))
     ours[1].detach()
+    # Optimizers that go without a word leave nothing behind them.
+    for _ in range(30):
+        with with_lanes():
+            outboard.AdamW(got.parameters(), lr=1e-2, threads=1).attach(got)
+    hook, length = vars(groups(got[0])[0]).get("unshard"), 0
+    while hook is not None:
+        hook, length = hook._other, length + 1
+    assert length <= 2
 
 
 def test_two_optimizers_of_one_model(ranks) -> None:

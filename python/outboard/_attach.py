@@ -32,6 +32,8 @@ class Attachment:
     def __init__(self, optimizer: Owner) -> None:
         reference = weakref.ref(optimizer)
         self._has_a_share = optimizer._has_a_share
+        #: The DDP wrappers within compiled modules.
+        self._compiled_wrappers: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
         #: The ids of parameters that FSDP2 gathers.
         self._gathered: set[int] = set()
 
@@ -62,7 +64,8 @@ class Attachment:
             return
         # What FSDP2 gathers is not in the modules while they are called.
         gathered = self._follow_gathers(model)
-        self._gathered |= gathered
+        groups = [handle.group for handle in self._handles if isinstance(handle, _Unshard)]
+        self._gathered = {id(p) for group in groups if group is not None for p in _wrappers.shards_of(group)}
         ours = {key: group for key, group in self.roster.groups.items() if key not in gathered}
         compiled = self._follow_compiled(model)
         for wrapper in _wrappers.ddp_modules(model):
@@ -88,10 +91,12 @@ class Attachment:
                 if not any(isinstance(call, _CompiledCall) and call.is_on(module) for call in self._handles):
                     self._handles.append(_CompiledCall(self, module))
                 compiled.update(module.modules())
+                self._compiled_wrappers[module] = list(map(weakref.ref, _wrappers.ddp_modules(module)))
             elif type(module).__name__ == "OptimizedModule":
                 if module not in self._models:
                     self._handles.append(module.register_forward_pre_hook(_CompiledHook(self), prepend=True))
                 self._models.add(module)
+                self._compiled_wrappers[module] = list(map(weakref.ref, _wrappers.ddp_modules(module)))
                 compiled.update(inner for inner in module.modules() if inner is not module)
         return compiled
 
@@ -133,12 +138,15 @@ class Attachment:
         self._notice_wrapper()
         self.readers.forward_begins(module, uses)
 
-    def compiled_begins(self) -> None:
+    def compiled_begins(self, module: Any) -> None:
         """Wait for all that a compiled region may use; FSDP2's gathers wait by themselves, there too."""
-        if backward_here() != -1:
+        is_within = backward_here() != -1
+        if is_within:
             self.backward.notice()
         self.readers.resolve_all(but=self._gathered)
-        if self.backward.averaging.note_all():
+        # Those within it, which nobody else sees; what is computed anew in a backward decides nothing.
+        wrappers = [] if is_within else self._compiled_wrappers.get(module, [])
+        if self.backward.averaging.note_all(wrappers):
             self.backward.wait_for_offloads()
 
     def model_begins(self) -> None:

@@ -113,7 +113,7 @@ class _CompiledHook(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         attachment: Follower | None = self._target()
         if attachment is not None:
-            attachment.compiled_begins()
+            attachment.compiled_begins(module)
 
 
 class _WrapperHook(_Hook):
@@ -145,7 +145,7 @@ class _Unshard(_Hook):
         #: That of another optimizer, whose parameters are in the same group.
         self._other: Any = None
         if group is not None:
-            self._other = group.__dict__.get("unshard")
+            self._other = _living(group.__dict__.get("unshard"))
             group.unshard = self
 
     def __call__(self, async_op: bool = False) -> Any:
@@ -155,6 +155,11 @@ class _Unshard(_Hook):
             attachment.shards_are_read(group, async_op)
         return type(group).unshard(group, async_op) if self._other is None else self._other(async_op)
 
+    @property
+    def group(self) -> Any:
+        """The group, while there is one."""
+        return self._group()
+
     def is_on(self, group: Any) -> bool:
         """Whether it is in place of this group's method."""
         return self._group() is group
@@ -162,13 +167,20 @@ class _Unshard(_Hook):
     def remove(self) -> None:
         """Give the group its own method back."""
         group = self._group()
-        # If another has come since, it calls this one, which then does nothing.
         self._target = nothing
-        if group is not None and group.__dict__.get("unshard") is self:
-            if self._other is None:
-                del group.unshard
-            else:
-                group.unshard = self._other
+        if group is not None:
+            first = _living(group.__dict__.pop("unshard", None))
+            if first is not None:
+                group.unshard = first
+
+
+def _living(hook: Any) -> Any:
+    """Return the first hook of a chain whose optimizer is there, with those behind it that are not taken out."""
+    while isinstance(hook, _Unshard) and hook._target() is None:
+        hook = hook._other
+    if isinstance(hook, _Unshard):
+        hook._other = _living(hook._other)
+    return hook
 
 
 class _CompiledCall(_Hook):
@@ -184,7 +196,7 @@ class _CompiledCall(_Hook):
         attachment: Follower | None = self._target()
         if attachment is not None:
             attachment.model_begins()
-            attachment.compiled_begins()
+            attachment.compiled_begins(self._module())
         return self._call(*args, **kwargs)
 
     def is_on(self, module: torch.nn.Module) -> bool:

@@ -51,7 +51,7 @@ class Follower(Protocol):
     def model_begins(self) -> None:
         """Look at those modules of a model that are not called, and at who calls it."""
 
-    def compiled_begins(self) -> None:
+    def compiled_begins(self, module: Any) -> None:
         """Wait for all that a compiled region may use."""
 
     def wrapper_begins(self, wrapper: torch.nn.Module) -> None:

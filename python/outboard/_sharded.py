@@ -6,6 +6,7 @@ of all gradients, and what is decided by it, is the same for all ranks.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -61,20 +62,29 @@ class _Watched:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         is_dunder = name.startswith("__")
-        writes = "out" in kwargs or (name in _WRITING_DUNDERS if is_dunder else name.endswith("_"))
-        if writes or name in ("__deepcopy__", "__reduce_ex__"):  # copies are of the class that they are made of
-            _unwatch((args, kwargs))
+        writes = name in _WRITING_DUNDERS if is_dunder else name.endswith("_")
+        # A copy is of the class that it is made of.
+        if writes or func == _SET_DATA or name in ("__deepcopy__", "__reduce_ex__"):
+            _unwatch((args[:1], kwargs.get("self"), kwargs.get("input")))
+        _unwatch(kwargs.get("out"))
+        given = _find_watched((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             result = _read(func, *args, **kwargs)
-        return _hand_out(args[0] if args else None, result)
+        for own in given:
+            _hand_out(own, result)
+        return result
 
     def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As that of DTensor, which reads."""
-        return _hand_out(self, _read(kind().full_tensor, self, *args, **kwargs))
+        whole = _read(kind().full_tensor, self, *args, **kwargs)
+        # Of a replicated one it would be the memory itself, and nobody sees what is done to that.
+        return whole.clone() if _shares_memory(self, whole) else whole
 
     def redistribute(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As that of DTensor, which reads."""
-        return _hand_out(self, _read(kind().redistribute, self, *args, **kwargs))
+        result = _read(kind().redistribute, self, *args, **kwargs)
+        _hand_out(self, result)
+        return result
 
     def __repr__(self: Any) -> str:
         text: str = _read(kind().__repr__, self)
@@ -125,21 +135,39 @@ def _read(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _reading.is_on = before
 
 
-def _hand_out(own: Any, result: Any) -> Any:
-    """Return what an operation on a gradient has returned: a view of it is watched on its behalf."""
-    if type(own) is not _watched or not isinstance(result, torch.Tensor) or result is own:
-        return result
+#: Gives a tensor other memory.
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _find_watched(value: Any) -> list[Any]:
+    if type(value) is _watched:
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [own for item in value for own in _find_watched(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _shares_memory(own: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of a gradient; what a collective is still to fill has memory of its own."""
     if type(local(result)) is not torch.Tensor:
-        return result  # what a collective is still to fill has memory of its own
+        return False
     here, there = (local(tensor).untyped_storage().data_ptr() for tensor in (own, result))
-    if here != there or here == 0:
-        return result
-    if is_sharded(result):
-        result.__class__ = watched()
-        result._watched_for = own  # type: ignore[attr-defined]
-    else:
-        _unwatch(own)  # nobody sees what is done to it
-    return result
+    return here == there and here != 0
+
+
+def _hand_out(own: Any, result: Any) -> None:
+    """Watch what an operation on a gradient has returned on the gradient's behalf, if it is a view of it."""
+    if isinstance(result, (tuple, list)):
+        for item in result:
+            _hand_out(own, item)
+    elif isinstance(result, torch.Tensor) and result is not own and type(own) is _watched:
+        if not _shares_memory(own, result):
+            return
+        if is_sharded(result):
+            result.__class__ = watched()
+            result._watched_for = own  # type: ignore[attr-defined]
+        else:
+            _unwatch(own)  # nobody sees what is done to it
 
 
 def _unwatch(value: Any) -> None:
@@ -289,7 +317,8 @@ def sums_over_ranks(parameters: list[torch.Tensor], own: dict[int, float]) -> li
     Raises
     ------
     ValueError
-        If gradients of plain parameters beside DTensors differ between ranks: on all of them.
+        If gradients of plain parameters beside DTensors differ between ranks: on all of them. On a rank outside of a
+        parameter's mesh.
     """
     sums = [own.get(id(parameter), 0.0) for parameter in parameters]
     families: dict[Any, list[int]] = {}
@@ -297,7 +326,12 @@ def sums_over_ranks(parameters: list[torch.Tensor], own: dict[int, float]) -> li
         if is_sharded(parameter):
             spec: Any = parameter._spec  # type: ignore[attr-defined]
             spread = tuple(dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate())
-            if spread and spec.mesh.get_coordinate() is not None:
+            if spec.mesh.get_coordinate() is None:
+                raise ValueError(
+                    f"a norm needs the gradients of all parameters, and this rank is not in {spec.mesh}, which one of "
+                    "them is spread over: give each rank's optimizer its own parameters"
+                )
+            if spread:
                 families.setdefault((spec.mesh, spread), []).append(index)
     for (mesh, spread), indices in families.items():
         vector = torch.tensor([sums[index] for index in indices], dtype=torch.float64, device=mesh.device_type)
@@ -310,25 +344,45 @@ def sums_over_ranks(parameters: list[torch.Tensor], own: dict[int, float]) -> li
                 vector = vector + part
         for index, total in zip(indices, vector.tolist(), strict=True):
             sums[index] = total
-    plain = [sums[index] for index, parameter in enumerate(parameters) if not is_sharded(parameter)]
+    plain = [index for index, parameter in enumerate(parameters) if not is_sharded(parameter)]
     if plain and families:
-        _check_same_on_all_ranks(plain, next(iter(families))[0])
+        agreed = _agree([sums[index] for index in plain], next(iter(families))[0])
+        for index, total in zip(plain, agreed, strict=True):
+            sums[index] = total
     return sums
 
 
-def _check_same_on_all_ranks(sums: list[float], mesh: Any) -> None:
-    """Refuse, on all ranks, sums of plain parameters that differ: shards of one weight would be clipped differently."""
-    own = torch.tensor(sums, dtype=torch.float64, device=mesh.device_type)
-    # The bits, since NaN is not equal to itself; and whether a difference has been seen in another dimension.
-    row = torch.cat([own.view(torch.int64), torch.zeros(1, dtype=torch.int64, device=own.device)])
+#: How far apart the sums of squares of one gradient may be that two ranks have computed alike.
+_TOLERANCE = 1e-3
+
+
+def _agree(sums: list[float], mesh: Any) -> list[float]:
+    """Return the sums of plain parameters of the first rank, on all ranks; NaN for one that is not finite anywhere.
+
+    Raises
+    ------
+    ValueError
+        If those of two ranks are not about the same, on all ranks: what they had to average has not been averaged.
+    """
+    differs = 0.0
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
-        rows = [torch.empty_like(row) for _ in range(group.size())]
-        torch.distributed.all_gather(rows, row, group=group)
-        differs = any(bool((other[:-1] != row[:-1]).any()) or bool(other[-1]) for other in rows)
-        row[-1] = int(differs)
-    if row[-1]:
+        row = torch.tensor([*sums, differs], dtype=torch.float64, device=mesh.device_type)
+        gathered = [torch.empty_like(row) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, row, group=group)
+        rows: list[list[float]] = torch.stack(gathered).tolist()
+        first = rows[0][:-1]
+        for index, total in enumerate(first):
+            others = [other[index] for other in rows]
+            if not all(map(math.isfinite, others)):
+                first[index] = math.nan
+            elif any(not math.isclose(other, total, rel_tol=_TOLERANCE) for other in others):
+                differs = 1.0
+        differs = max(differs, *(other[-1] for other in rows))
+        sums = first
+    if differs:
         raise ValueError(
             "gradients of plain parameters, beside DTensors, differ between ranks, and so would the norm: average them "
             "(torch.distributed.all_reduce) before step(), or make them DTensors too"
         )
+    return sums

@@ -126,9 +126,9 @@ class Averaging:
         if torch.is_grad_enabled():
             self._noted[wrapper] = bool(wrapper.require_backward_grad_sync)
 
-    def note_all(self) -> bool:
-        """Note all wrappers, where a compiled forward may be one of theirs; whether any has gradients in buckets."""
-        wrappers = list(self._wrappers)
+    def note_all(self, references: list[weakref.ref[Any]]) -> bool:
+        """Note the wrappers in a forward that is compiled as a whole; whether any has gradients in buckets."""
+        wrappers = [wrapper for reference in references if (wrapper := reference()) is not None]
         for wrapper in wrappers:
             self.note(wrapper)
         return any(map(keeps_gradients_in_buckets, wrappers))
