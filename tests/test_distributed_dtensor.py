@@ -1,4 +1,7 @@
-"""DTensors, real ranks: tensor parallelism, meshes of two dimensions, uneven and empty shards, one norm for all."""
+"""DTensors, real ranks: tensor parallelism, meshes of two dimensions, uneven and empty shards, one norm for all.
+
+Over 500 lines: independent cases, read one at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""FSDP2 (`fully_shard`), real ranks: updates begin in backward, and each gather of a unit waits for its shards."""
+"""FSDP2 (`fully_shard`), real ranks: updates begin in backward, and each gather of a unit waits for its shards.
+
+Over 500 lines: independent cases, read one at a time.
+"""
 
 from __future__ import annotations
 
