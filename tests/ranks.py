@@ -99,6 +99,18 @@ class Block(torch.nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Fails(torch.autograd.Function):
+    """Passes a tensor on, and fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("in backward")
+
+
 def model(blocks: int = 3, width: int = 64, bias: bool = True, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Return a model of blocks with the same weights on every rank."""
     torch.manual_seed(20240229)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outboard
 from oracle import assert_same
-from ranks import agree, batches, host, model, small_ones_have_hooks, with_lanes
+from ranks import Fails, agree, batches, host, model, small_ones_have_hooks, with_lanes
 
 STEPS = 6
 
@@ -203,15 +203,6 @@ def failing(device: str) -> None:
     with with_lanes():
         optimizer = outboard.AdamW(wrapped.parameters(), lr=1e-2, eager=True, threads=1).attach(wrapped)
     before = [host(p).clone() for p in wrapped.parameters()]
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("in backward")
 
     x = next(batches(1)).to(device)
     first, *others = wrapped.module

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import outboard
 from oracle import assert_same
 from outboard import _pending
-from ranks import agree, batches, host, model, small_ones_have_hooks, with_lanes
+from ranks import Fails, agree, batches, host, model, small_ones_have_hooks, with_lanes
 
 STEPS = 6
 
@@ -402,10 +402,6 @@ def test_fsdp1(ranks) -> None:
     ranks(flattened, 2)
 
 
-def test_policies_are_told_apart() -> None:
-    assert not isinstance(OffloadPolicy(), CPUOffloadPolicy)
-
-
 def gathers(device: str) -> None:
     """Each gather of a unit, in forward and in backward, first waits for this unit's shards, and no other's."""
     small_ones_have_hooks()
@@ -481,15 +477,6 @@ def failed(device: str) -> None:
     with with_lanes():
         optimizer = outboard.AdamW(module.parameters(), lr=1e-2, eager=True, threads=1).attach(module)
     x = next(batches(1, seed=dist.get_rank())).to(device)
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("in backward")
 
     handle = module[0].register_forward_hook(lambda block, args, output: Fails.apply(output))
     with pytest.raises(RuntimeError, match="in backward"):

@@ -63,10 +63,8 @@ class Attachment:
         if not self.roster.overlaps:
             return
         # What FSDP2 gathers is not in the modules while they are called.
-        gathered = self._follow_gathers(model)
-        groups = [handle.group for handle in self._handles if isinstance(handle, _Unshard)]
-        self._gathered = {id(p) for group in groups if group is not None for p in _wrappers.shards_of(group)}
-        ours = {key: group for key, group in self.roster.groups.items() if key not in gathered}
+        self._follow_gathers(model)
+        ours = {key: group for key, group in self.roster.groups.items() if key not in self._gathered}
         compiled = self._follow_compiled(model)
         for wrapper in _wrappers.ddp_modules(model):
             self._follow_wrapper(wrapper, is_compiled=wrapper in compiled)
@@ -112,14 +110,13 @@ class Attachment:
         if _wrappers.keeps_gradients_in_buckets(wrapper):
             self._handles.append(wrapper.register_forward_hook(_EndOfForward(self)))
 
-    def _follow_gathers(self, model: torch.nn.Module) -> set[int]:
-        """Stand before FSDP2's reads of shards; return the ids of the parameters that it gathers."""
-        gathered: set[int] = set()
+    def _follow_gathers(self, model: torch.nn.Module) -> None:
+        """Stand before FSDP2's reads of shards, and know the parameters that it gathers."""
         for group in _wrappers.fsdp_groups(model):
-            gathered.update(map(id, _wrappers.shards_of(group)))
             if not any(isinstance(handle, _Unshard) and handle.is_on(group) for handle in self._handles):
                 self._handles.append(_Unshard(self, group))
-        return gathered
+        groups = [handle.group for handle in self._handles if isinstance(handle, _Unshard)]
+        self._gathered = {id(p) for group in groups if group is not None for p in _wrappers.shards_of(group)}
 
     def remove(self) -> None:
         """Take all hooks off; what is under way has been completed."""
