@@ -91,6 +91,17 @@ pub enum Error {
         used_in: u32,
     },
 
+    /// A slot of state is not where it would have to be. Nothing was changed.
+    #[error("{slot} is {at}: it cannot be {asked}")]
+    Misplaced {
+        /// The slot's name.
+        slot: String,
+        /// Where it is.
+        at: String,
+        /// What was asked.
+        asked: &'static str,
+    },
+
     /// CUDA is not there, or a call to it failed.
     #[error("{0}")]
     Cuda(String),

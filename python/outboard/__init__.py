@@ -20,9 +20,11 @@ from outboard._native import (
     NonFiniteError,
     OutboardError,
     PoisonedError,
+    StateError,
     WorkerError,
     build_info,
 )
+from outboard._offload import StateOffload, offload_state
 from outboard._trace import add_chunks_to_trace
 
 if _TYPE_CHECKING:
@@ -43,10 +45,12 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "AdamW",
     "Adam",
+    "StateOffload",
     "add_chunks_to_trace",
     "bench",
     "checkpoint",
     "doctor",
+    "offload_state",
     "build_info",
     "OutboardError",
     "WorkerError",
@@ -54,5 +58,6 @@ __all__ = [
     "NonFiniteError",
     "ForkedError",
     "DeviceError",
+    "StateError",
     "__version__",
 ]

@@ -103,9 +103,13 @@ class PendingParameter(_Pending, torch.nn.Parameter):
     """A parameter whose update is under way."""
 
 
+class PendingTensor(_Pending, torch.Tensor):
+    """State in host memory that is on its way home."""
+
+
 #: What a parameter of each class becomes while its update is under way, and back.
 _PENDING_OF: dict[type, Any] = {torch.nn.Parameter: PendingParameter}
-_PLAIN_OF: dict[type, Any] = {PendingParameter: torch.nn.Parameter}
+_PLAIN_OF: dict[type, Any] = {PendingParameter: torch.nn.Parameter, PendingTensor: torch.Tensor}
 
 
 def pending_sharded() -> Any:
@@ -157,6 +161,15 @@ def mark(parameter: torch.Tensor, key: int, waiter: weakref.ref[Any]) -> None:
     """Let whoever touches this parameter, of this id, wait first."""
     _waiters[key] = waiter
     parameter.__class__ = _PENDING_OF.get(type(parameter), type(parameter))
+
+
+def mark_state(tensor: torch.Tensor, waiter: weakref.ref[Any]) -> None:
+    """Let whoever touches this tensor of an optimizer's state, a plain one or a DTensor, wait first."""
+    _waiters[id(tensor)] = waiter
+    if type(tensor) is torch.Tensor:
+        tensor.__class__ = PendingTensor
+    elif type(tensor) is _sharded.kind():
+        tensor.__class__ = pending_sharded()
 
 
 def announce(keys: Iterable[int], waiter: weakref.ref[Any]) -> None:

@@ -29,6 +29,12 @@ def _in_child() -> None:
 
 os.register_at_fork(after_in_child=_in_child)
 
+
+def is_other_process(process: int) -> bool:
+    """Whether this process is not the one of that id, but a fork of it."""
+    return process != _process
+
+
 #: What parameters that are trained may be.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

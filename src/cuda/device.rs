@@ -127,6 +127,12 @@ impl CudaDevice {
         Ok(Self { ordinal: device, streams, can_address_host: can_address_host != 0, spare: Arc::default() })
     }
 
+    /// A stream's `cudaStream_t`, for other libraries.
+    #[cfg(feature = "python")]
+    pub(crate) fn handle(&self, stream: Stream) -> usize {
+        self.stream(stream) as usize
+    }
+
     pub(super) fn stream(&self, stream: Stream) -> *mut c_void {
         match (stream, own_index(stream)) {
             (Stream::Foreign(handle), _) => handle as *mut c_void,

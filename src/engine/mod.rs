@@ -5,6 +5,7 @@ mod chunk;
 pub mod lanes;
 mod master;
 mod norm;
+pub mod shuttle;
 mod slot;
 mod step;
 mod views;

@@ -171,6 +171,13 @@ impl Slab {
         self.mapping.as_ref().map_or(0, |mapping| mapping.bytes())
     }
 
+    /// The address, and a handle that keeps the memory behind it mapped, as [`Plane::share`]; `None` without memory.
+    #[cfg(feature = "python")]
+    pub(crate) fn share(&self) -> Option<(NonNull<u8>, SlabHandle)> {
+        let mapping = self.mapping.as_ref()?;
+        Some((mapping.base(), SlabHandle { _slab: Some(Arc::clone(mapping)) }))
+    }
+
     /// Pins the whole slab, piece by piece.
     ///
     /// # Errors

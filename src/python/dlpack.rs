@@ -57,9 +57,11 @@ struct DLManagedTensorVersioned {
 pub(super) const CPU: i32 = 1;
 pub(super) const CUDA: i32 = 2;
 const INT: u8 = 0;
+const UINT: u8 = 1;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
 
+const UINT8: DLDataType = DLDataType { code: UINT, bits: 8, lanes: 1 };
 pub(super) const FLOAT32: DLDataType = DLDataType { code: FLOAT, bits: 32, lanes: 1 };
 pub(super) const FLOAT16: DLDataType = DLDataType { code: FLOAT, bits: 16, lanes: 1 };
 pub(super) const BFLOAT16: DLDataType = DLDataType { code: BFLOAT, bits: 16, lanes: 1 };
@@ -197,6 +199,11 @@ impl PyPlane {
         let (start, memory) = plane.share();
         debug_assert_eq!(plane.as_slice().len(), layout.numel());
         Self { start: start.cast(), dtype: T::DTYPE, layout, memory }
+    }
+
+    /// Bytes of a slab.
+    pub(super) fn of_bytes(start: NonNull<u8>, bytes: usize, memory: SlabHandle) -> Self {
+        Self { start: start.cast(), dtype: UINT8, layout: Layout::contiguous(bytes), memory }
     }
 }
 

@@ -38,6 +38,13 @@ create_exception!(
     "A device that is not there, or that this build cannot update on."
 );
 
+create_exception!(
+    outboard,
+    StateError,
+    OutboardError,
+    "State that is not where it would have to be: on the host, on the device, or on its way. Nothing has been changed."
+);
+
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         let message = error.to_string();
@@ -50,6 +57,7 @@ impl From<Error> for PyErr {
             Error::Poisoned { .. } => PoisonedError::new_err(message),
             Error::NonFinite { .. } => NonFiniteError::new_err(message),
             Error::Forked { .. } => ForkedError::new_err(message),
+            Error::Misplaced { .. } => StateError::new_err(message),
             Error::Cuda(_) => DeviceError::new_err(message),
         }
     }
@@ -63,5 +71,6 @@ pub(super) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("PoisonedError", py.get_type::<PoisonedError>())?;
     module.add("NonFiniteError", py.get_type::<NonFiniteError>())?;
     module.add("ForkedError", py.get_type::<ForkedError>())?;
+    module.add("StateError", py.get_type::<StateError>())?;
     module.add("DeviceError", py.get_type::<DeviceError>())
 }

@@ -16,6 +16,7 @@ mod parameters;
 mod pinning;
 mod sharded;
 mod sharing;
+mod shuttle;
 mod stats;
 mod step;
 mod tensor;
@@ -29,6 +30,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<core::StepOutcome>()?;
     module.add_class::<overlap::GroupSettings>()?;
     module.add_class::<dlpack::PyPlane>()?;
+    module.add_class::<shuttle::StateShuttle>()?;
     module.add_function(wrap_pyfunction!(info::build_info, module)?)?;
     module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;
     module.add_function(wrap_pyfunction!(info::default_threads, module)?)?;

@@ -1,0 +1,199 @@
+"""Copies of state between the host and one device, batch by batch, into two arenas on the device that take turns.
+
+What orders what is the native half's (`src/engine/shuttle`): copies run on streams of their own, behind and ahead of
+the caller's. Nothing here waits on the host but `settle`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from outboard import _engines, _pending
+from outboard._lanes import LaneOptions
+from outboard._native import StateShuttle
+from outboard._offload._travel import Item, local
+
+#: Slots begin on cache lines, in an arena as in host memory.
+ALIGNMENT = 64
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes that a tensor takes in an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Carrier:
+    """Brings state of one device and takes it home.
+
+    Parameters
+    ----------
+    device : torch.device
+        A CUDA device, or host memory that plays one in tests.
+    pin : bool or None
+        Whether to pin host memory; None where it can be.
+    keep_arenas : bool
+        Whether the arenas stay allocated between steps, so that copies may begin before the device has come to the
+        step.
+    """
+
+    def __init__(self, device: torch.device, *, threads: int, pin: bool | None, keep_arenas: bool) -> None:
+        self.device = device
+        self._is_simulated = device.type != "cuda"
+        self.shuttle = StateShuttle(
+            None if self._is_simulated else device.index,
+            simulate=LaneOptions.simulate if self._is_simulated else None,
+            threads=threads,
+            pin=pin,
+            simulated_pinnable_bytes=LaneOptions.simulated_pinnable_bytes,
+        )
+        self._keeps = keep_arenas
+        self._arenas: list[torch.Tensor | None] = [None, None]
+        #: Arenas that were allocated on the current stream, and not used since.
+        self._fresh: set[int] = set()
+        #: The bytes that an arena is to have.
+        self.arena_bytes = 0
+        self._is_under_way = False
+        #: Tensors in host memory that are on their way home: whoever reads one waits.
+        self._arriving: list[torch.Tensor] = []
+        self._reference = weakref.ref(self)
+        _engines.register(self)
+
+    @property
+    def stream(self) -> int:
+        """The current stream, as its handle."""
+        return 0 if self._is_simulated else torch.cuda.current_stream(self.device).cuda_stream
+
+    # ---- Host memory -----------------------------------------------------------------------------------------------
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the host memory of all slots, as uint8 tensors."""
+        return [from_dlpack(buffer) for buffer in self.shuttle.buffers()]
+
+    # ---- Arenas ----------------------------------------------------------------------------------------------------
+
+    def arena(self, which: int) -> torch.Tensor:
+        """Return one of the two arenas, allocated now if need be."""
+        found = self._arenas[which]
+        if found is None or found.numel() < self.arena_bytes:
+            if found is not None:
+                self._drop(which)
+            found = torch.empty(self.arena_bytes, dtype=torch.uint8, device=self.device)
+            self._arenas[which] = found
+            self._fresh.add(which)
+        return found
+
+    def _drop(self, which: int) -> None:
+        arena = self._arenas[which]
+        if arena is None:
+            return
+        self._outlive_copies(arena)
+        self._arenas[which] = None
+        self._fresh.discard(which)
+
+    def end_step(self) -> None:
+        """Give the arenas back unless they are kept."""
+        if not self._keeps:
+            self.drop_arenas()
+
+    def drop_arenas(self) -> None:
+        """Give the arenas back; items' views are of them no longer."""
+        for which in range(len(self._arenas)):
+            self._drop(which)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the arenas."""
+        return sum(arena.numel() for arena in self._arenas if arena is not None)
+
+    # ---- Copies ----------------------------------------------------------------------------------------------------
+
+    def _addresses(self, items: Sequence[Item], which: int) -> list[int]:
+        base = self.arena(which).data_ptr()
+        return [base + item.offset for item in items]
+
+    def bring(self, items: Sequence[Item], which: int) -> None:
+        """Start copies from the host into an arena."""
+        addresses = self._addresses(items, which)
+        after = self.stream if which in self._fresh else None
+        self._fresh.discard(which)
+        self._is_under_way = True
+        self.shuttle.bring([item.slot for item in items], addresses, after=after)
+
+    def arrive(self, items: Sequence[Item]) -> None:
+        """Let the current stream wait for what has been brought."""
+        self.shuttle.arrive([item.slot for item in items], self.stream)
+
+    def claim(self, which: int) -> None:
+        """Let the current stream wait until an arena is free, to write to it."""
+        arena = self.arena(which)
+        self._fresh.discard(which)
+        self.shuttle.claim(arena.data_ptr(), arena.numel(), self.stream)
+
+    def send(self, items: Sequence[Item], which: int) -> None:
+        """Start copies home, once the current stream has done what it has been given so far."""
+        self._mark(items)
+        self.shuttle.send([item.slot for item in items], self._addresses(items, which), self.stream)
+
+    def discard(self, items: Sequence[Item]) -> None:
+        """Leave what the host has as it was: the device's copy is dropped."""
+        if items:
+            self.shuttle.discard([item.slot for item in items], self.stream)
+
+    def bring_apart(self, items: Sequence[Item]) -> dict[Item, torch.Tensor]:
+        """Start copies into device memory of each tensor's own, allocated now; return the tensors."""
+        memory = [torch.empty(item.nbytes, dtype=torch.uint8, device=self.device) for item in items]
+        self._is_under_way = True
+        addresses = [run.data_ptr() for run in memory]
+        self.shuttle.bring([item.slot for item in items], addresses, packed=False, after=self.stream)
+        return {item: item.over(run) for item, run in zip(items, memory, strict=True)}
+
+    def send_apart(self, tensors: Mapping[Item, torch.Tensor]) -> None:
+        """Start copies home from memory that is each tensor's own, and may be given up at once."""
+        owns = [local(tensor) for tensor in tensors.values()]
+        self._mark(tensors)
+        addresses = [own.data_ptr() for own in owns]
+        self.shuttle.send([item.slot for item in tensors], addresses, self.stream, packed=False)
+        for own in owns:
+            self._outlive_copies(own)
+
+    def _outlive_copies(self, tensor: torch.Tensor) -> None:
+        """Let the allocator give a tensor's memory to others behind the copies only."""
+        if self._is_simulated:
+            self.shuttle.drain()
+        else:
+            for handle in self.shuttle.streams():
+                stream = torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
+                tensor.record_stream(stream)
+
+    def settle(self) -> None:
+        """Wait on the host until everything is home."""
+        if self._is_under_way:
+            self.shuttle.settle()
+            self._is_under_way = False
+            _pending.unmark(self._arriving, self._reference)
+            self._arriving.clear()
+
+    def resolve(self, tensors: list[torch.Tensor]) -> None:
+        """Wait for tensors that somebody is about to use."""
+        self.settle()
+        # Not under way, and marked all the same: by what has failed.
+        _pending.unmark(tensors, self._reference)
+
+    def _mark(self, items: Iterable[Item]) -> None:
+        self._is_under_way = True
+        for item in items:
+            _pending.mark_state(item.host, self._reference)
+            self._arriving.append(item.host)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether copies home may be under way."""
+        return self._is_under_way
+
+    def close(self) -> None:
+        """End copies, at the end of the process."""
+        self.shuttle.close()
