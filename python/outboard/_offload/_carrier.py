@@ -141,6 +141,8 @@ class Carrier:
     def discard(self, items: Sequence[Item]) -> None:
         """Leave what the host has as it was: the device's copy is dropped."""
         if items:
+            # What brought them may still read the host's memory.
+            self._mark(items)
             self.shuttle.discard([item.slot for item in items], self.stream)
 
     def bring_apart(self, items: Sequence[Item]) -> dict[Item, torch.Tensor]:

@@ -234,10 +234,7 @@ impl<D: Device> Shuttle<D> {
         self.check(ids.iter().copied(), &[Whereabouts::HostToDevice], "taken as arrived")?;
         let arrivals = self.arrivals(ids);
         self.flights.order_after(Stream::Foreign(stream), arrivals)?;
-        self.set(ids.iter().copied(), |slot| {
-            slot.place = Whereabouts::Device;
-            slot.arrival = None;
-        });
+        self.set(ids.iter().copied(), |slot| slot.place = Whereabouts::Device);
         Ok(())
     }
 
@@ -293,6 +290,7 @@ impl<D: Device> Shuttle<D> {
         }
         self.set(ids.iter().copied(), |slot| {
             slot.place = Whereabouts::DeviceToHost;
+            slot.arrival = None;
             // Without bytes there is nothing to wait for.
             slot.home.clone_from(&last);
         });
@@ -300,7 +298,8 @@ impl<D: Device> Shuttle<D> {
     }
 
     /// Gives up what is on the device or on its way there: the host's value is that from before. The memory there is in
-    /// use until what `stream` has been given so far is done.
+    /// use until what `stream` has been given so far is done. The copy in, and the copy home that it may have waited for,
+    /// use host memory until they are done: as if on their way home, slots are to be settled before that is touched.
     ///
     /// # Errors
     /// [`Error::Misplaced`]; nothing has changed then. [`Error::Cuda`]: they are where they were.
@@ -309,8 +308,8 @@ impl<D: Device> Shuttle<D> {
         let ranges = ids.iter().filter_map(|&id| self.slots[id].as_ref().map(|slot| slot.range)).collect();
         self.flights.keep_until(Stream::Foreign(stream), ranges)?;
         self.set(ids.iter().copied(), |slot| {
-            slot.place = Whereabouts::Host;
-            slot.arrival = None;
+            slot.home = slot.arrival.take();
+            slot.place = if slot.home.is_some() { Whereabouts::DeviceToHost } else { Whereabouts::Host };
         });
         Ok(())
     }

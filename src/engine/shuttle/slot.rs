@@ -15,7 +15,7 @@ pub enum Whereabouts {
     HostToDevice,
     /// On the device; host memory holds an older one.
     Device,
-    /// On its way home: host memory will hold it.
+    /// On its way home: host memory will hold it. Or it was given up on the device, and host memory is still being read.
     DeviceToHost,
     /// A copy home has failed half way.
     Lost,
@@ -39,9 +39,9 @@ pub(super) struct Slot<E> {
     pub(super) name: String,
     pub(super) bytes: usize,
     pub(super) place: Whereabouts,
-    /// Of the copy in that is under way.
+    /// Of the last copy in.
     pub(super) arrival: Option<Arc<E>>,
-    /// Of the copy home that is under way.
+    /// Of what uses host memory since the value has left the device.
     pub(super) home: Option<Arc<E>>,
     /// Its addresses on the device: first, and one past the last.
     pub(super) range: (usize, usize),
@@ -77,7 +77,7 @@ impl<E> Slot<E> {
 
     pub(super) fn lose(&mut self, cause: &str) {
         self.place = Whereabouts::Lost;
-        self.home = None;
+        (self.arrival, self.home) = (None, None);
         cause.clone_into(&mut self.cause);
     }
 }
