@@ -28,28 +28,33 @@ from outboard._offload import StateOffload, offload_state
 from outboard._trace import add_chunks_to_trace
 
 if _TYPE_CHECKING:
-    from outboard import bench, checkpoint
+    from outboard import bench, checkpoint, muon
+    from outboard.muon import Muon
 
 __version__: str = build_info()["version"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `outboard.bench` and `outboard.checkpoint` when they are first asked for: training does not need them."""
-    if name in ("bench", "checkpoint"):
-        import importlib
+    """Import what not all training needs when it is first asked for."""
+    import importlib
 
+    if name in ("bench", "checkpoint", "muon"):
         return importlib.import_module(f"outboard.{name}")
+    if name == "Muon":
+        return importlib.import_module("outboard.muon").Muon
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "AdamW",
     "Adam",
+    "Muon",
     "StateOffload",
     "add_chunks_to_trace",
     "bench",
     "checkpoint",
     "doctor",
+    "muon",
     "offload_state",
     "build_info",
     "OutboardError",

@@ -188,6 +188,16 @@ class HollowStates:
             made.append((carrier, tenants))
         return made
 
+    def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give up the host memory of tensors that are no longer among these."""
+        kept = {id(tensor) for tensor in tensors}
+        for key, tenant in list(self._tenants.items()):
+            if key not in kept:
+                device = carrier_device(tenant.tensor)
+                assert device is not None
+                self._carriers[device].shuttle.free([tenant.item.slot])
+                del self._tenants[key]
+
     def give_back(self) -> None:
         """Bring all values back to their devices, in memory of their own, and free the host memory."""
         self.settle()

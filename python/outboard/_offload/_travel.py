@@ -28,7 +28,7 @@ def rewrap(own: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
     return _sharded.like(own, pattern) if _sharded.is_sharded(pattern) else own
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one run of memory, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -77,7 +77,7 @@ def why_it_stays(
         return f"fewer elements than min_numel={min_numel}"
     if own.untyped_storage().data_ptr() in shared or own.untyped_storage().nbytes() != nbytes(own):
         return "in a storage that others share"
-    if not _is_dense(own):
+    if not is_dense(own):
         return "of strides with gaps"
     return None
 

@@ -64,8 +64,10 @@ impl<D: Device> Flights<D> {
                 Ok(event)
             }
             Err(error) => {
-                // Where that fails too, the device copies nothing any more.
-                let _ = self.device.drain(&[stream]);
+                if self.device.drain(&[stream]).is_err() {
+                    // Nobody can say when they end: their memory stays.
+                    std::mem::forget(spans);
+                }
                 Err(error)
             }
         }
@@ -88,8 +90,7 @@ impl<D: Device> Flights<D> {
     }
 
     /// Lets a stream go on behind everything that uses a range of the device's memory.
-    pub(super) fn order_behind_use(&mut self, stream: Stream, start: usize, bytes: usize) -> Result<()> {
-        self.land()?;
+    pub(super) fn order_behind_use(&self, stream: Stream, start: usize, bytes: usize) -> Result<()> {
         self.order_after(stream, self.users(start, bytes, Some(stream)))
     }
 
@@ -97,6 +98,11 @@ impl<D: Device> Flights<D> {
     pub(super) fn wait_for_use(&mut self, start: usize, bytes: usize) -> Result<()> {
         self.users(start, bytes, None).iter().try_for_each(|event| self.device.wait(event))?;
         self.land()
+    }
+
+    /// Keeps the memory of what is under way for good, and the events.
+    pub(super) fn leak(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.under_way));
     }
 
     /// Strikes off what is done.

@@ -138,7 +138,8 @@ impl<D: Device> Shuttle<D> {
         self.traffic
     }
 
-    /// What is in host memory is these slots' value from now on.
+    /// What is in host memory is these slots' value from now on. Those that were lost are to be settled before that is
+    /// written.
     ///
     /// # Errors
     /// [`Error::Misplaced`] unless they have none, or have lost it; nothing has changed then.
@@ -165,8 +166,8 @@ impl<D: Device> Shuttle<D> {
     ///
     /// # Errors
     /// [`Error::Misplaced`] unless all are on the host or on their way there; [`Error::InvalidValue`] for spans of other
-    /// lengths; nothing has changed then. [`Error::Cuda`]: all are where they were, and what has been given to the device
-    /// is accounted for.
+    /// lengths; nothing has changed then. [`Error::Cuda`]: none is brought; what the device has been given before still
+    /// reads host memory, so all are as on their way home until they are settled.
     pub fn bring(&mut self, moves: Vec<Move>, joined: bool, after: Option<usize>) -> Result<()> {
         let ids: Vec<usize> = moves.iter().map(|step| step.slot).collect();
         self.check(ids.iter().copied(), &[Whereabouts::Host, Whereabouts::DeviceToHost], "brought to the device")?;
@@ -179,10 +180,17 @@ impl<D: Device> Shuttle<D> {
         // What is still on its way home is read from there.
         let homecoming = ids.iter().filter_map(|&id| self.slots[id].as_ref().and_then(|slot| slot.home.clone()));
         self.flights.order_after(Stream::StateIn, homecoming.collect())?;
+        self.flights.land()?;
         let mut given = Vec::new();
         let outcome = self.copy_in(moves, joined, &mut given);
         // Also of what has been given before a failure.
         let event = self.flights.depart(Stream::StateIn, given);
+        if let (Err(_), Ok(event)) = (&outcome, &event) {
+            self.set(ids.iter().copied(), |slot| {
+                slot.place = Whereabouts::DeviceToHost;
+                slot.home = Some(Arc::clone(event));
+            });
+        }
         outcome?;
         let event = event?;
         for (&id, range) in ids.iter().zip(ranges) {
@@ -279,7 +287,7 @@ impl<D: Device> Shuttle<D> {
                     Err(error) => {
                         if begun {
                             let cause = error.to_string();
-                            self.set(ids.iter().copied(), |slot| slot.lose(&cause));
+                            self.set(ids.iter().copied(), |slot| slot.lose(&cause, last.clone()));
                         }
                         return Err(error);
                     }
@@ -321,6 +329,7 @@ impl<D: Device> Shuttle<D> {
     /// [`Error::Cuda`].
     pub fn claim(&mut self, address: usize, bytes: usize, stream: usize) -> Result<()> {
         self.check_process()?;
+        self.flights.land()?;
         self.flights.order_behind_use(Stream::Foreign(stream), address, bytes)
     }
 
@@ -333,7 +342,8 @@ impl<D: Device> Shuttle<D> {
         self.flights.wait_for_use(address, bytes)
     }
 
-    /// Waits on the host until slots that are on their way home are there; others are not looked at.
+    /// Waits on the host until slots that are on their way home are there, and until nothing writes to the memory of those
+    /// that were lost; others are not looked at.
     ///
     /// # Errors
     /// [`Error::Cuda`]: nobody can say what is in host memory; they are still on their way.
@@ -346,6 +356,8 @@ impl<D: Device> Shuttle<D> {
                     self.device.wait(event)?;
                 }
                 slot.come_home();
+            } else if let Some(event) = &slot.home {
+                self.device.wait(event)?; // of what was lost
             }
         }
         self.flights.land()
@@ -406,11 +418,14 @@ impl<D: Device> Shuttle<D> {
 impl<D: Device> Drop for Shuttle<D> {
     /// Copies end before the memory goes.
     fn drop(&mut self) {
-        if self.check_process().is_ok() {
-            // A device that has failed copies nothing any more.
-            let _ = self.device.drain(&[Stream::StateIn, Stream::StateOut]);
-        } else {
-            // Its threads and locks are the parent's.
+        let is_here = self.check_process().is_ok();
+        if is_here && self.device.drain(&[Stream::StateIn, Stream::StateOut]).is_ok() {
+            return;
+        }
+        // Nobody can say when copies end: their memory stays. In a fork threads and locks are the parent's, events too.
+        self.flights.leak();
+        if !is_here {
+            std::mem::forget(std::mem::take(&mut self.slots));
             std::mem::forget(Arc::clone(&self.device));
         }
     }

@@ -75,9 +75,10 @@ impl<E> Slot<E> {
         self.home = None;
     }
 
-    pub(super) fn lose(&mut self, cause: &str) {
+    /// `last`: behind what has been given of its copy home.
+    pub(super) fn lose(&mut self, cause: &str, last: Option<Arc<E>>) {
         self.place = Whereabouts::Lost;
-        (self.arrival, self.home) = (None, None);
+        (self.arrival, self.home) = (None, last);
         cause.clone_into(&mut self.cause);
     }
 }

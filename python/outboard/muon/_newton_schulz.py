@@ -1,0 +1,103 @@
+"""The Newton-Schulz iteration: about the nearest matrix with orthonormal rows or columns, by matrix products in bf16.
+
+The quintic and its coefficients are Keller Jordan's (https://kellerjordan.github.io/posts/muon/).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+Triple = tuple[float, float, float]
+
+#: The coefficients of X -> aX + b(XX')X + c(XX')^2 X.
+COEFFICIENTS: Triple = (3.4445, -4.775, 2.0315)
+
+#: The smallest norm that is divided by.
+EPS = 1e-7
+
+_is_compiled = True
+_compiled: Callable[[torch.Tensor, Sequence[Triple]], torch.Tensor] | None = None
+_has_failed = False
+
+
+def set_ns_compile(enabled: bool) -> None:
+    """Turn compilation of the iteration on CUDA (`torch.compile`) on or off, for all optimizers of the process.
+
+    It is on at first. Compiled, intermediate results are rounded less often, so bits differ; they are those of
+    `torch.optim.Muon` when it is off. What is in host memory is never compiled.
+    """
+    global _is_compiled
+    _is_compiled = bool(enabled)
+
+
+def ns_compile() -> bool:
+    """Whether the iteration is compiled on CUDA."""
+    return _is_compiled
+
+
+def _iterate(x: torch.Tensor, coefficients: Sequence[Triple]) -> torch.Tensor:
+    """Iterate on a matrix, or a stack of matrices, with no more rows than columns."""
+    if x.ndim == 2:
+        x = x / x.norm().clamp(min=EPS)
+        for a, b, c in coefficients:
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _function(device: torch.device) -> Callable[[torch.Tensor, Sequence[Triple]], torch.Tensor]:
+    global _compiled
+    if not _is_compiled or _has_failed or device.type != "cuda":
+        return _iterate
+    if _compiled is None:
+        _compiled = torch.compile(_iterate, dynamic=False)
+    return _compiled
+
+
+def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[Triple]) -> torch.Tensor:
+    """Return about the nearest semi-orthogonal matrices, in bf16.
+
+    Parameters
+    ----------
+    matrices : Tensor, shape (..., rows, columns)
+        One matrix, or a stack of them, each by itself; left as it is. Rounded to bf16 first.
+    coefficients : sequence of triples
+        Those of each step.
+
+    Returns
+    -------
+    Tensor
+        Of the same shape, in bf16.
+    """
+    global _has_failed
+    x = matrices.bfloat16()
+    if x.numel() == 0:
+        return x
+    if x.ndim > 3:
+        x = x.reshape(-1, *x.shape[-2:])
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        x = x.mT
+    function = _function(x.device)
+    try:
+        x = function(x, coefficients)
+    except Exception as error:
+        if function is _iterate:
+            raise
+        # Without a compiler, say.
+        warnings.warn(
+            f"Newton-Schulz could not be compiled ({type(error).__name__}: {error}), and runs without: "
+            "outboard.muon.set_ns_compile(False) asks for that",
+            stacklevel=2,
+        )
+        _has_failed = True
+        x = _iterate(x, coefficients)
+    return (x.mT if is_tall else x).reshape(matrices.shape)

@@ -1,0 +1,421 @@
+"""`outboard.Muon`: one step as a pipeline of chunks of matrices, and batches of AdamW's parameters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from outboard import _capture, _sharded
+from outboard._native import default_threads
+from outboard._offload._hollow import HollowStates, HollowTraffic
+from outboard._offload._host_state import on_device
+from outboard.muon import _groups
+from outboard.muon._chunks import Batch, Chunk, Entry, cut
+from outboard.muon._clip import QkClip
+from outboard.muon._newton_schulz import COEFFICIENTS, Triple
+
+Group = dict[str, Any]
+
+
+class Muon(Optimizer):
+    """Momentum orthogonalised by Newton-Schulz, for matrices; AdamW for the rest.
+
+    On unsharded matrices it gives the bits of `torch.optim.Muon` (with `adjust_lr` as there, and compilation of
+    Newton-Schulz off), on sharded ones (`DTensor`) the same within the rounding of bf16 products; ranks agree exactly.
+    Each sharded matrix is put together and orthogonalised by one rank.
+
+    Parameters
+    ----------
+    params : iterable of dict
+        Groups, each with ``use_muon``: True for matrices, False for what AdamW updates. `outboard.muon.param_groups`
+        makes them. Optional in each: ``names``, one for each parameter; ``flatten`` for tensors of more than two
+        dimensions: three are taken as a stack of matrices, more as one matrix with a row for each index of the first,
+        unless ``flatten`` is True or False.
+    lr : float or Tensor
+    weight_decay : float
+        Decoupled, for both kinds.
+    momentum : float
+    nesterov : bool
+    ns_steps : int
+        Newton-Schulz steps.
+    none_grad : bool
+        Whether to drop each gradient of a matrix once it is in the momentum.
+    adamw_betas : pair of float
+    adamw_eps : float
+    ns_coefficients : triple, or list of triples
+        Of the quintic, for all steps or one for each.
+    adjust_lr : {"match_rms_adamw", "original"}
+        How the learning rate grows with a matrix's shape, as in `torch.optim.Muon`. By default updates have about the
+        size of AdamW's, so that one `lr` serves both kinds.
+    clip_config : mapping, optional
+        For QK clipping: see `step`, and `outboard.muon._clip.QkClip`.
+    chunk_size : int
+        Matrices that are worked on together; -1: four per rank.
+    warmup_step : int
+        Chunks whose shards are sent ahead of the one that is worked on.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For groups without ``use_muon``, and values out of range.
+
+    Notes
+    -----
+    State: ``momentum_buffer`` of a matrix, in the dtype of its gradient; ``step`` (a number), ``moment1`` and
+    ``moment2`` of the rest. With `turn_on_cpu_offload` the tensors among it are in host memory between steps.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        none_grad: bool = True,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        *,
+        ns_coefficients: Triple | Sequence[Triple] = COEFFICIENTS,
+        adjust_lr: str = "match_rms_adamw",
+        clip_config: Mapping[str, Any] | None = None,
+        chunk_size: int = -1,
+        warmup_step: int = 5,
+    ) -> None:
+        _groups.check_options(chunk_size, warmup_step)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "none_grad": none_grad,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "ns_coefficients": ns_coefficients,
+            "adjust_lr": adjust_lr,
+        }
+        # What both kinds have is checked also where no group of that kind is.
+        for use_muon in (True, False):
+            _groups.check_group({**defaults, "use_muon": use_muon})
+        self._chunk_size, self._warmup_step = int(chunk_size), int(warmup_step)
+        self._clip = None if clip_config is None else QkClip(clip_config)
+        self._hollow: HollowStates | None = None
+        self._cpu_offload = False
+        self._can_checkpoint = False
+        super().__init__(params, defaults)
+        self._register()
+
+    def _register(self) -> None:
+        # Functions: methods of this object would keep it.
+        self.register_state_dict_pre_hook(_before_state_dict)
+        self.register_state_dict_post_hook(_after_state_dict)
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, with ``use_muon``.
+
+        Raises
+        ------
+        ValueError, TypeError
+        """
+        if "use_muon" not in param_group:
+            _groups.check_group(param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group, len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Group, index: int) -> None:
+        _groups.check_group(group)
+        names = _groups.names_of(group)
+        if self._clip is not None and names is None and group["use_muon"]:
+            raise ValueError("clip_config needs the names of parameters: put names into each group")
+        for parameter, name in zip(group["params"], self._names(group, index), strict=True):
+            _groups.check_parameter(parameter, group, name)
+
+    def _names(self, group: Group, index: int) -> list[str]:
+        given = _groups.names_of(group)
+        return given or [f"parameter {at} of group {index}" for at in range(len(group["params"]))]
+
+    # ---- The step --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        qk_logits: Mapping[int, torch.Tensor] | None = None,
+    ) -> Any:
+        """Update all parameters that have gradients. On sharded parameters all ranks call it, with the same ones.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss anew; called once, with gradients enabled.
+        qk_logits : mapping, optional
+            For each layer, the largest attention logit of each head, shape (number of logits in `clip_config`,): query
+            and key projections of heads with a larger one than the threshold are scaled by sqrt(threshold / logit),
+            after the update.
+
+        Returns
+        -------
+        What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if _capture.is_capturing():
+            raise _capture.refuse("step() of Muon")
+        entries = self._entries(qk_logits)
+        batches = cut(entries, self._chunk_size)
+        traffic = self._begin_traffic(batches)
+        try:
+            self._run(batches, traffic)
+        except BaseException:
+            if traffic is not None:
+                traffic.abandon()
+            raise
+        if traffic is not None:
+            traffic.end()
+        if qk_logits is not None and self._clip is not None:
+            for name, parameter in self._named():
+                self._clip.apply(name, parameter, qk_logits)
+        return loss
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            pair
+            for index, group in enumerate(self.param_groups)
+            for pair in zip(self._names(group, index), group["params"], strict=True)
+        ]
+
+    def _entries(self, qk_logits: Mapping[int, torch.Tensor] | None) -> list[Entry]:
+        """Check everything that can be checked before anything changes; return the parameters with gradients."""
+        if qk_logits is not None:
+            if self._clip is None:
+                raise ValueError("qk_logits without clip_config: it says which heads they are of, and the threshold")
+            self._clip.check(self._named(), qk_logits)
+        entries = []
+        for index, group in enumerate(self.param_groups):
+            _groups.check_group(group)
+            names = self._names(group, index)
+            for parameter, name in zip(group["params"], names, strict=True):
+                if parameter.grad is not None:
+                    _groups.check_gradient(parameter, name)
+                    entries.append(Entry(parameter, name, group, self.state))
+        of = {id(entry.parameter): entry.name for entry in entries}
+        with torch.no_grad():
+            _sharded.complete_gradients([entry.parameter for entry in entries], lambda one: of[id(one)])
+        return entries
+
+    def _begin_traffic(self, batches: Sequence[Batch]) -> HollowTraffic | None:
+        if self._hollow is None:
+            return None
+        self._hollow.check_process()
+        # What others have put into the state since the last step.
+        self._hollow.keep_only(tensor for _, tensor in self._named_states())
+        self._hollow.take(self._named_states())
+        return HollowTraffic(self._hollow, [batch.named_states for batch in batches])
+
+    def _run(self, batches: Sequence[Batch], traffic: HollowTraffic | None) -> None:
+        """Work through the batches: shards travel ahead of the products, and back behind them."""
+        gathering: deque[Chunk] = deque()
+        scattering: deque[Chunk] = deque()
+        for index, batch in enumerate(batches):
+            if traffic is not None:
+                traffic.arrive(index)
+            batch.update_state()
+            if traffic is not None:
+                traffic.leave(index)
+            if not isinstance(batch, Chunk):
+                continue
+            batch.gather()
+            gathering.append(batch)
+            if len(gathering) > (self._warmup_step if batch.travels else 0):
+                self._work_on(gathering, scattering)
+        while gathering:
+            self._work_on(gathering, scattering)
+        while scattering:
+            scattering.popleft().apply()
+
+    @staticmethod
+    def _work_on(gathering: deque[Chunk], scattering: deque[Chunk]) -> None:
+        chunk = gathering.popleft()
+        chunk.orthogonalize()
+        scattering.append(chunk)
+        # The shards of the one before have come back meanwhile.
+        while len(scattering) > 1:
+            scattering.popleft().apply()
+
+    # ---- State on the host -----------------------------------------------------------------------------------------
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether state is in host memory between steps."""
+        return self._cpu_offload
+
+    def _named_states(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the state tensors that there are, with names."""
+        found = []
+        for name, parameter in self._named():
+            state = self.state.get(parameter, {})
+            found += [(f"{key} of {name}", value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+        return found
+
+    def turn_on_cpu_offload(self, checkpoint: bool = False) -> None:
+        """Keep state in host memory between steps, from now on; it may exist already, or not yet.
+
+        The state's tensors stay the same objects, of the same shape, dtype and device; their storage on the device has
+        0 bytes between steps. In a step state comes to the device batch by batch, and goes back. Results have the same
+        bits. What is in host memory by itself stays there.
+
+        Parameters
+        ----------
+        checkpoint : bool
+            Whether `state_dict` and `load_state_dict` work meanwhile, from and into host memory; they raise otherwise.
+        """
+        self._can_checkpoint = bool(checkpoint)
+        if self._cpu_offload:
+            return
+        hollow = HollowStates(default_threads()[0])
+        hollow.take(self._named_states())
+        self._hollow = hollow
+        self._cpu_offload = True
+
+    def turn_off_cpu_offload(self) -> None:
+        """Bring state back to the device and free host memory."""
+        if self._hollow is not None:
+            self._hollow.give_back()
+        self._hollow = None
+        self._cpu_offload = self._can_checkpoint = False
+
+    def host_buffers(self) -> list[torch.Tensor]:
+        """Return the host memory that state is in: flat uint8 tensors, pinned where that can be; none while off."""
+        return [] if self._hollow is None else self._hollow.buffers()
+
+    # ---- Copies ----------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: Any = self.state
+        if self._hollow is not None:
+            self._hollow.settle()
+            state = copy(state)
+            for parameter, own in list(state.items()):
+                device = _sharded.local(parameter).device
+                state[parameter] = {key: self._exported(value, device) for key, value in own.items()}
+        settings = {"_chunk_size": self._chunk_size, "_warmup_step": self._warmup_step, "_clip": self._clip}
+        return {"defaults": self.defaults, "state": state, "param_groups": self.param_groups, **settings}
+
+    def _exported(self, value: Any, device: torch.device) -> Any:
+        assert self._hollow is not None
+        host = self._hollow.host_of(value) if isinstance(value, torch.Tensor) else None
+        return value if host is None else on_device(host, device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_new = "_hollow" not in self.__dict__
+        super().__setstate__(state)
+        if is_new:
+            # A copy has its state on the device.
+            self._hollow, self._cpu_offload, self._can_checkpoint = None, False, False
+            self._register()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
+        made: Muon = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(deepcopy(self.__getstate__(), memo))
+        return made
+
+
+# ---- Hooks around checkpoints: functions, since an optimizer's own methods would keep it ----------------------------
+
+
+def _guard(optimizer: Muon, when: str) -> bool:
+    """Whether state is on the host; refuse checkpoints then unless they were asked for."""
+    if not optimizer._cpu_offload:
+        return False
+    if not optimizer._can_checkpoint:
+        raise RuntimeError(
+            f"Muon's state is on the host: call turn_off_cpu_offload() before checkpoint {when}, or turn it on by "
+            "turn_on_cpu_offload(checkpoint=True)"
+        )
+    return optimizer._hollow is not None
+
+
+def _before_state_dict(optimizer: Any) -> None:
+    if _guard(optimizer, "save"):
+        optimizer._hollow.settle()
+
+
+def _after_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    hollow: HollowStates | None = optimizer._hollow
+    if hollow is None:
+        return None
+
+    def exported(value: Any) -> Any:
+        host = hollow.host_of(value) if isinstance(value, torch.Tensor) else None
+        return value if host is None else host.clone()
+
+    state_dict["state"] = {
+        index: {key: exported(value) for key, value in state.items()} if isinstance(state, dict) else state
+        for index, state in state_dict["state"].items()
+    }
+    return state_dict
+
+
+def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    if not _guard(optimizer, "load"):
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    if len(ids) != len(parameters):
+        return None  # torch says what is wrong with it
+    of_id = dict(zip(ids, parameters, strict=True))
+    kept: dict[Any, Any] = {}
+    loading = []
+    for index, entry in state_dict["state"].items():
+        parameter = of_id.get(index)
+        if parameter is None or not isinstance(entry, dict):
+            kept[index] = entry
+            continue
+        kept[index] = {}
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                own = _sharded.part_of(value, parameter, f"{key} of a parameter")
+                loading.append((parameter, key, own))
+            else:
+                kept[index][key] = value
+    # torch would bring them to the device.
+    optimizer._loading = ({parameter: dict(state) for parameter, state in optimizer.state.items()}, loading)
+    return {**state_dict, "state": kept}
+
+
+def _after_load(optimizer: Any) -> None:
+    found = optimizer.__dict__.pop("_loading", None)
+    hollow: HollowStates | None = optimizer._hollow
+    if found is None or hollow is None:
+        return
+    before, loading = found
+    hollow.settle()
+    for parameter, key, own in loading:
+        tensor = before.get(parameter, {}).get(key)
+        host = None if tensor is None else hollow.host_of(tensor)
+        device, dtype = _sharded.local(parameter).device, parameter.dtype
+        if host is not None and host.shape == _sharded.like(own, parameter).shape:
+            _sharded.local(host).copy_(own)
+        else:
+            made = torch.empty_like(_sharded.local(parameter), dtype=dtype, device=device).copy_(own)
+            tensor = _sharded.like(made, parameter)
+            hollow.take([(f"{key} of a parameter", tensor)])
+        optimizer.state[parameter][key] = tensor
+    hollow.keep_only(tensor for _, tensor in optimizer._named_states())
