@@ -88,8 +88,9 @@ class _Tenant:
         self.tensor = tensor
         self.item = item
         own = local(tensor)
-        # Keeps the storage, which is empty while the values are elsewhere.
-        self._shell = own.detach()
+        # What the tensor is over while its values are elsewhere. Its own storage may be a checkpoint's, too.
+        self._shell = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+        self._shell.untyped_storage().resize_(0)
         self.item.host = _sharded.like(local(item.host), tensor) if _sharded.is_sharded(tensor) else item.host
 
     def enter(self, memory: torch.Tensor) -> None:
@@ -103,7 +104,6 @@ class _Tenant:
         """Leave the tensor without memory."""
         own = local(self.tensor)
         own.data = self._shell
-        own.untyped_storage().resize_(0)
         own.__class__ = HollowTensor
 
 

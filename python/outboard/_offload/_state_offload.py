@@ -19,8 +19,9 @@ from outboard._offload._walk import StateWalk
 
 MIB = 1 << 20
 
-#: Bytes of state in a batch. Two batches are on the device at once.
-BATCH_BYTES = 256 * MIB
+#: Bytes of state in a batch. Two batches are on the device at once, less than a GiB: what they hold comes while the
+#: device is still in backward. A step of 1.3 billion parameters and 16k tokens took 349 ms with 256 MiB, 336 with 480.
+BATCH_BYTES = 448 * MIB
 
 _offloads: weakref.WeakKeyDictionary[torch.optim.Optimizer, StateOffload] = weakref.WeakKeyDictionary()
 
@@ -265,7 +266,7 @@ def offload_state(
     batches : int, optional
         The number of batches of a step, about equal in bytes.
     batch_bytes : int, optional
-        Instead: the most bytes of a batch (a parameter with more is a batch of its own); 256 MiB unless given. Two
+        Instead: the most bytes of a batch (a parameter with more is a batch of its own); 448 MiB unless given. Two
         batches are on the device at once.
     state_keys : iterable of str, optional
         Which tensors of a parameter's state leave the device, such as ``["exp_avg"]``; all of them unless given.

@@ -24,6 +24,20 @@ ADAMW_BYTES = 64 << 20
 TOGETHER = 1 << 20
 
 
+def first_state(
+    state: dict[str, Any], parameter: torch.Tensor, like: torch.Tensor, *, use_muon: bool
+) -> dict[str, Any]:
+    """Put zeros into a parameter's state where it has none yet; `like` has the momentum's dtype and strides."""
+    keys = ("momentum_buffer",) if use_muon else ("moment1", "moment2")
+    if keys[0] not in state:
+        if not use_muon:
+            state["step"] = 0
+        for key in keys:
+            own = torch.zeros_like(_sharded.local(like), memory_format=torch.preserve_format)
+            state[key] = _sharded.like(own, parameter)
+    return state
+
+
 @dataclass(eq=False)
 class Entry:
     """A parameter with a gradient."""
@@ -67,12 +81,7 @@ class AdamBatch(Batch):
         """Update the parameters."""
         states = []
         for entry in self.entries:
-            state = entry.states[entry.parameter]
-            if "moment1" not in state:
-                state["step"] = 0
-                for key in ("moment1", "moment2"):
-                    state[key] = torch.zeros_like(entry.parameter, memory_format=torch.preserve_format)
-            states.append(state)
+            states.append(first_state(entry.states[entry.parameter], entry.parameter, entry.parameter, use_muon=False))
         _adamw.step([entry.parameter for entry in self.entries], states, self.entries[0].group)
 
 
@@ -97,10 +106,7 @@ class Chunk(Batch):
             parameter, group = entry.parameter, entry.group
             assert parameter.grad is not None
             grad = _sharded.local(parameter.grad)
-            state = entry.states[parameter]
-            if "momentum_buffer" not in state:
-                own = torch.zeros_like(grad, memory_format=torch.preserve_format)
-                state["momentum_buffer"] = _sharded.like(own, parameter)
+            state = first_state(entry.states[parameter], parameter, grad, use_muon=True)
             buffer = _sharded.local(state["momentum_buffer"])
             buffer.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
@@ -139,10 +145,14 @@ class Chunk(Batch):
             if self._exchange is None and not is_whole(parameter, entry.flatten):
                 update = part_of_whole(update, parameter)
             weight = _sharded.local(parameter)
-            rate = adjusted_lr(group["lr"], group["adjust_lr"], matrix_shape(parameter.shape, entry.flatten))
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            lr = group["lr"]
+            if isinstance(lr, torch.Tensor):
+                # On the device it is not waited for.
+                lr = lr.item() if lr.device.type == "cpu" else lr.to(weight.device)
+            rate = adjusted_lr(lr, group["adjust_lr"], matrix_shape(parameter.shape, entry.flatten))
+            weight.mul_(1 - lr * group["weight_decay"])
             if isinstance(rate, torch.Tensor):
-                weight.sub_(update * rate.to(weight.device))
+                weight.copy_(weight.float() - update.float() * rate)
             else:
                 weight.add_(update, alpha=-rate)
             # Not seen by autograd otherwise, of a DTensor.

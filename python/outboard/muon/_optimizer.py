@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -15,11 +16,31 @@ from outboard._native import default_threads
 from outboard._offload._hollow import HollowStates, HollowTraffic
 from outboard._offload._host_state import on_device
 from outboard.muon import _groups
-from outboard.muon._chunks import Batch, Chunk, Entry, cut
+from outboard.muon._chunks import Batch, Chunk, Entry, cut, first_state
 from outboard.muon._clip import QkClip
 from outboard.muon._newton_schulz import COEFFICIENTS, Triple
 
 Group = dict[str, Any]
+
+
+class _State(defaultdict[Any, Any]):
+    """The states of all parameters.
+
+    torch's tools ask whether there is any, and otherwise step once with zeros to make it, which counts. They find it.
+    """
+
+    def __init__(self, optimizer: Muon, states: Mapping[Any, Any]) -> None:
+        super().__init__(dict, states)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __bool__(self) -> bool:
+        optimizer = self._optimizer()
+        if not len(self) and optimizer is not None:
+            optimizer._make_state()
+        return len(self) > 0
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
 
 
 class Muon(Optimizer):
@@ -110,6 +131,7 @@ class Muon(Optimizer):
         self._cpu_offload = False
         self._can_checkpoint = False
         super().__init__(params, defaults)
+        self.state = _State(self, {})
         self._register()
 
     def _register(self) -> None:
@@ -258,6 +280,18 @@ class Muon(Optimizer):
         while len(scattering) > 1:
             scattering.popleft().apply()
 
+    def _make_state(self) -> None:
+        """Make the state that the first step would find, for all parameters."""
+        names = iter(self._named())
+        for group in self.param_groups:
+            for parameter, (name, _) in zip(group["params"], names, strict=False):
+                if not parameter.requires_grad:
+                    continue
+                state = first_state(self.state[parameter], parameter, parameter, use_muon=group["use_muon"])
+                if self._hollow is not None:
+                    tensors = [(f"{key} of {name}", value) for key, value in state.items() if key != "step"]
+                    self._hollow.take(tensors)
+
     # ---- State on the host -----------------------------------------------------------------------------------------
 
     @property
@@ -310,7 +344,7 @@ class Muon(Optimizer):
         state: Any = self.state
         if self._hollow is not None:
             self._hollow.settle()
-            state = copy(state)
+            state = defaultdict(dict, state)
             for parameter, own in list(state.items()):
                 device = _sharded.local(parameter).device
                 state[parameter] = {key: self._exported(value, device) for key, value in own.items()}
@@ -325,6 +359,7 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_new = "_hollow" not in self.__dict__
         super().__setstate__(state)
+        self.state = _State(self, self.state)
         if is_new:
             # A copy has its state on the device.
             self._hollow, self._cpu_offload, self._can_checkpoint = None, False, False
@@ -403,6 +438,10 @@ def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] |
 def _after_load(optimizer: Any) -> None:
     found = optimizer.__dict__.pop("_loading", None)
     hollow: HollowStates | None = optimizer._hollow
+    if hollow is None:
+        # torch keeps the very tensors that were loaded where they fit, and a step would change the checkpoint.
+        for state in optimizer.state.values():
+            state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
     if found is None or hollow is None:
         return
     before, loading = found

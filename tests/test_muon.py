@@ -1,0 +1,664 @@
+"""`outboard.Muon` in one process: against torch's own, its groups, QK clipping, checkpoints, state on the host."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import outboard
+from lanes import LanesDevice
+from outboard.muon import orthogonalize, param_groups, parse_qk_name, set_ns_compile
+from outboard.muon._newton_schulz import COEFFICIENTS
+from outboard.muon._spread import owners
+
+MATRICES = ((64, 128),) * 4
+VECTORS = ((128,),) * 3
+MIXED = ((64, 128), (128, 64), (33, 20), (64, 64), (64, 64), (1, 7), (7, 1))
+
+
+@pytest.fixture(autouse=True)
+def no_compilation() -> Iterator[None]:
+    was = outboard.muon.ns_compile()
+    set_ns_compile(False)
+    yield
+    set_ns_compile(was)
+
+
+def make(
+    shapes: tuple[tuple[int, ...], ...] = MATRICES, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def give_gradients(parameters: list[torch.Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def step(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer, seed: int) -> None:
+    give_gradients(parameters, seed)
+    optimizer.step()
+
+
+def muon(matrices: list[torch.Tensor], vectors: list[torch.Tensor] | None = None, **options: Any) -> outboard.Muon:
+    groups = [{"params": matrices, "use_muon": True}]
+    if vectors:
+        groups.append({"params": vectors, "use_muon": False})
+    return outboard.Muon(groups, **{"lr": 0.02, **options})
+
+
+def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    for index, (one, other) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(one, other), index
+
+
+# ---- Bits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"ns_steps": 3, "momentum": 0.8, "weight_decay": 0.0}, {"chunk_size": 1}])
+def test_the_bits_of_torch(adjust_lr: str, nesterov: bool, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    if dtype == torch.bfloat16 and not nesterov:
+        pytest.skip("torch.optim.Muon divides its bf16 momentum itself by its norm there (torch 2.11 to 2.14)")
+    one, other = make(MIXED, dtype), make(MIXED, dtype)
+    settings = {key: value for key, value in options.items() if key != "chunk_size"}
+    theirs = torch.optim.Muon(one, lr=0.02, nesterov=nesterov, adjust_lr_fn=adjust_lr, **settings)
+    ours = muon(other, nesterov=nesterov, adjust_lr=adjust_lr, **options)
+    for seed in range(4):
+        step(one, theirs, seed)
+        step(other, ours, seed)
+        assert_same(one, other)
+
+
+def test_adamw_groups_have_the_bits_of_torch() -> None:
+    one, other = make(VECTORS), make(VECTORS)
+    theirs = torch.optim.AdamW(one, lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    ours = outboard.Muon([{"params": other, "use_muon": False}], lr=0.02)
+    for seed in range(4):
+        step(one, theirs, seed)
+        step(other, ours, seed)
+        assert_same(one, other)
+    state = ours.state[other[0]]
+    assert set(state) == {"step", "moment1", "moment2"}
+    assert state["step"] == 4
+
+
+def test_the_whole_step_in_float64() -> None:
+    parameters = make(((48, 96),))
+    optimizer = muon(parameters)
+    weight, momentum = parameters[0].detach().double(), torch.zeros(48, 96, dtype=torch.float64)
+    for seed in range(3):
+        give_gradients(parameters, seed)
+        assert parameters[0].grad is not None
+        grad = parameters[0].grad.double()
+        optimizer.step()
+        momentum = 0.95 * momentum + 0.05 * grad
+        x = 0.05 * grad + 0.95 * momentum
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = COEFFICIENTS[0] * x + (COEFFICIENTS[1] * gram + COEFFICIENTS[2] * gram @ gram) @ x
+        weight = weight * (1 - 0.02 * 0.1) - 0.02 * 0.2 * math.sqrt(96) * x
+    # What bf16 products leave.
+    torch.testing.assert_close(parameters[0].double(), weight, rtol=0, atol=0.02 * 0.2 * math.sqrt(96) * 3 * 0.02)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (40, 40), (3, 16, 32)])
+def test_singular_values_come_near_one(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape), [COEFFICIENTS] * 5).float())
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+
+
+@given(count=st.integers(2, 5), rows=st.integers(1, 40), columns=st.integers(1, 40))
+@settings(max_examples=25, deadline=None)
+def test_matrices_together_have_the_bits_of_each_alone(count: int, rows: int, columns: int) -> None:
+    torch.manual_seed(rows * 41 + columns)
+    stack = torch.randn(count, rows, columns)
+    together = orthogonalize(stack, [COEFFICIENTS] * 5)
+    for index in range(count):
+        assert torch.equal(together[index], orthogonalize(stack[index], [COEFFICIENTS] * 5))
+
+
+def test_coefficients_of_each_step() -> None:
+    triples = [(3.0, -3.2, 1.2), (2.5, -2.0, 0.7)]
+    parameters, twin = make(((16, 32),)), make(((16, 32),))
+    step(parameters, muon(parameters, ns_steps=2, ns_coefficients=triples, weight_decay=0.0, momentum=0.0), 0)
+    give_gradients(twin, 0)
+    assert twin[0].grad is not None
+    expected = orthogonalize(twin[0].grad, triples)
+    with torch.no_grad():
+        twin[0].add_(expected, alpha=-0.02 * (0.2 * math.sqrt(32)))
+    assert_same(parameters, twin)
+
+
+# ---- More than two dimensions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "flatten", "as_two"),
+    [
+        ((3, 16, 32), None, "stack"),
+        ((3, 16, 32), False, "stack"),
+        ((3, 16, 32), True, "flat"),
+        ((8, 4, 3, 3), None, "flat"),
+        ((8, 4, 2, 3, 3), None, "flat"),
+        ((8, 4, 3, 3), False, "stack"),
+    ],
+)
+def test_more_dimensions(shape: tuple[int, ...], flatten: bool | None, as_two: str) -> None:
+    whole = make((shape,))
+    if as_two == "flat":
+        parts = [whole[0].detach().clone().reshape(shape[0], -1).requires_grad_()]
+    else:
+        parts = [part.clone().requires_grad_() for part in whole[0].detach().reshape(-1, *shape[-2:]).unbind()]
+    theirs = torch.optim.Muon(parts, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    ours = outboard.Muon([{"params": whole, "use_muon": True, "flatten": flatten}], lr=0.02)
+    for seed in range(2):
+        give_gradients(whole, seed)
+        assert whole[0].grad is not None
+        grad = whole[0].grad
+        pieces = [grad.reshape(shape[0], -1)] if as_two == "flat" else grad.reshape(-1, *shape[-2:]).unbind()
+        for part, piece in zip(parts, pieces, strict=True):
+            part.grad = piece.clone()
+        theirs.step()
+        ours.step()
+    together = parts[0] if as_two == "flat" else torch.stack(parts)
+    assert torch.equal(whole[0], together.reshape(shape))
+
+
+# ---- Groups and arguments -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": -1},
+        {"momentum": 1.0},
+        {"ns_steps": -1},
+        {"ns_steps": 0},
+        {"chunk_size": 0},
+        {"chunk_size": -2},
+        {"warmup_step": -1},
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"weight_decay": -0.1},
+        {"adamw_betas": (0.9, 1.0)},
+        {"adamw_eps": -1e-8},
+        {"adjust_lr": "spectral"},
+        {"ns_coefficients": [(3.0, -3.0, 1.0)] * 4},
+        {"ns_coefficients": [(3.0, -3.0)] * 5},
+    ],
+    ids=str,
+)
+def test_values_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        muon(make(), **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": "fast"}, {"ns_steps": 2.5}, {"chunk_size": "all"}, {"adamw_betas": 0.9}], ids=str
+)
+def test_values_of_other_types(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        muon(make(), **options)
+
+
+def test_groups() -> None:
+    with pytest.raises(ValueError, match="use_muon"):
+        outboard.Muon(make())
+    with pytest.raises(ValueError, match="use_muon"):
+        outboard.Muon([{"params": make()}])
+    with pytest.raises(ValueError, match=r"matrices.*\(128,\)"):
+        muon(make(VECTORS))
+    # Keys of the other kind do no harm.
+    optimizer = outboard.Muon([{"params": make(), "use_muon": True, "adamw_betas": "nonsense", "adamw_eps": -1}])
+    with pytest.raises(ValueError, match="use_muon"):
+        optimizer.add_param_group({"params": make(VECTORS)})
+    with pytest.raises(ValueError):
+        optimizer.add_param_group({"params": make(VECTORS), "use_muon": True})
+    assert len(optimizer.param_groups) == 1
+    vectors = make(VECTORS)
+    optimizer.add_param_group({"params": vectors, "use_muon": False, "momentum": -3})
+    step(vectors, optimizer, 0)
+    with pytest.raises(ValueError, match="2 names for 4"):
+        outboard.Muon([{"params": make(), "use_muon": True, "names": ["a", "b"]}])
+
+
+def test_values_that_were_changed_are_checked_before_anything_changes() -> None:
+    parameters = make()
+    optimizer = muon(parameters)
+    before = [parameter.detach().clone() for parameter in parameters]
+    give_gradients(parameters, 0)
+    optimizer.param_groups[0]["momentum"] = 2.0
+    with pytest.raises(ValueError, match="momentum"):
+        optimizer.step()
+    assert_same(parameters, before)
+    assert len(optimizer.state) == 0
+
+
+def test_gradients_are_dropped_or_kept() -> None:
+    for none_grad in (True, False):
+        matrices, vectors = make(), make(VECTORS)
+        optimizer = muon(matrices, vectors, none_grad=none_grad)
+        give_gradients(matrices + vectors, 0)
+        before = [parameter.grad for parameter in matrices]
+        copies = [grad.clone() for grad in before if grad is not None]
+        optimizer.step()
+        assert all((parameter.grad is None) == none_grad for parameter in matrices)
+        assert all(parameter.grad is not None for parameter in vectors)
+        if not none_grad:
+            assert_same([grad for grad in before if grad is not None], copies)
+
+
+def test_parameters_without_gradients_are_left_alone() -> None:
+    matrices, vectors = make(), make(VECTORS)
+    optimizer = muon(matrices, vectors)
+    give_gradients([matrices[1], vectors[0]], 0)
+    before = matrices[0].detach().clone()
+    optimizer.step()
+    assert torch.equal(matrices[0], before)
+    assert set(optimizer.state) == {matrices[1], vectors[0]}
+
+
+def test_refused_gradients_name_the_parameter() -> None:
+    parameters = make()
+    optimizer = outboard.Muon([{"params": parameters, "use_muon": True, "names": ["a", "b", "c", "d"]}])
+    parameters[2].grad = torch.randn(64, 128).to_sparse()
+    with pytest.raises(RuntimeError, match=r"c: .*sparse"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="complex"):
+        muon([torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)])
+
+
+def test_closures_schedulers_and_tensor_rates() -> None:
+    one, other = make(), make()
+    theirs = torch.optim.Muon(one, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    ours = muon(other)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) for optimizer in (theirs, ours)]
+    calls = []
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        give_gradients(other, len(calls) - 1)
+        return 3.0
+
+    for seed in range(3):
+        step(one, theirs, seed)
+        assert ours.step(closure) == 3.0
+        for scheduler in schedulers:
+            scheduler.step()
+    assert calls == [True] * 3
+    assert_same(one, other)
+
+    floats, tensors = make(), make()
+    step(floats, muon(floats, lr=0.5), 0)
+    step(tensors, muon(tensors, lr=torch.tensor(0.5)), 0)
+    for left, right in zip(floats, tensors, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16)
+        self.conv = torch.nn.Conv1d(16, 16, 3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+        self.norm = torch.nn.LayerNorm(16)
+        self.experts = torch.nn.Parameter(torch.randn(4, 16, 16))
+        self.lm_head = torch.nn.Linear(16, 50, bias=False)
+
+
+def test_the_usual_split() -> None:
+    groups = param_groups(_Model(), lr=0.1)
+    assert [group["names"] for group in groups] == [
+        ["experts", "layers.0.weight", "layers.1.weight"],
+        ["conv.weight"],
+        ["embed.weight", "conv.bias", "layers.0.bias", "layers.1.bias", "norm.weight", "norm.bias", "lm_head.weight"],
+    ]
+    assert [group["use_muon"] for group in groups] == [True, True, False]
+    assert [group.get("flatten") for group in groups] == [None, True, None]
+    assert {group["lr"] for group in groups} == {0.1}
+    tied = _Model()
+    tied.lm_head.weight = tied.embed.weight
+    assert [group["names"].count("embed.weight") for group in param_groups(tied)] == [0, 0, 1]
+    chosen = param_groups(_Model(), lambda name, _: name.startswith("layers"))
+    assert chosen[0]["names"] == ["layers.0.weight", "layers.1.weight"]
+    model = _Model()
+    optimizer = outboard.Muon(param_groups(model))
+    step(list(model.parameters()), optimizer, 0)
+    assert optimizer.state_dict()["param_groups"][0]["names"] == groups[0]["names"]
+
+
+# ---- QK clipping ----------------------------------------------------------------------------------------------------
+
+
+CLIP: dict[str, Any] = {"q_indices": [0, 1, 2, 3], "k_indices": [0, 0, 1, 1], "head_dim": 8, "threshold": 50.0}
+
+
+def qk_optimizer(parameters: list[torch.Tensor], **options: Any) -> outboard.Muon:
+    names = ["layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight", "layers.0.mlp.weight"]
+    group = {"params": parameters, "use_muon": True, "names": names}
+    return outboard.Muon([group], lr=0.02, clip_config=CLIP, **options)
+
+
+def test_heads_above_the_threshold_are_scaled() -> None:
+    shapes = ((32, 32), (16, 32), (16, 32))
+    one, other = make(shapes), make(shapes)
+    plain, clipped = qk_optimizer(one), qk_optimizer(other)
+    logits = torch.tensor([100.0, 200.0, 10.0, 55.0])
+    give_gradients(one, 0)
+    plain.step()
+    give_gradients(other, 0)
+    clipped.step(qk_logits={0: logits})
+    factors = [math.sqrt(50 / logit) if logit > 50 else 1.0 for logit in logits.tolist()]
+    with torch.no_grad():
+        for head, factor in enumerate(factors):
+            one[0][8 * head : 8 * head + 8] *= torch.tensor(factor)
+        # Logits that share a key head: the smallest scale.
+        one[1][:8] *= torch.tensor(min(factors[:2]))
+        one[1][8:] *= torch.tensor(min(factors[2:]))
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("logit", [50.0, 1.0, -3.0, float("inf"), float("nan")])
+def test_other_heads_keep_their_bits(logit: float) -> None:
+    shapes = ((32, 32), (16, 32), (16, 32))
+    one, other = make(shapes), make(shapes)
+    step(one, qk_optimizer(one), 0)
+    give_gradients(other, 0)
+    qk_optimizer(other).step(qk_logits={0: torch.full((4,), logit)})
+    assert_same(one, other)
+
+
+def test_refused_clipping_changes_nothing() -> None:
+    shapes = ((32, 32), (16, 32), (16, 32))
+    parameters = make(shapes)
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer = qk_optimizer(parameters)
+    give_gradients(parameters, 0)
+    for logits in ({0: torch.ones(3)}, {7: torch.ones(4)}, {0: [1.0] * 4}):
+        with pytest.raises(ValueError, match="qk_logits"):
+            optimizer.step(qk_logits=logits)  # type: ignore[arg-type]
+    unclipped = outboard.Muon([{"params": parameters, "use_muon": True}])
+    with pytest.raises(ValueError, match="clip_config"):
+        unclipped.step(qk_logits={0: torch.ones(4)})
+    assert_same(parameters, before)
+    for config in ({**CLIP, "k_indices": [0]}, {**CLIP, "threshold": 0.0}, {"head_dim": 8}, {**CLIP, "other": 1}):
+        with pytest.raises(ValueError):
+            outboard.Muon(param_groups(_Model()), clip_config=config)
+    with pytest.raises(ValueError, match="names"):
+        outboard.Muon([{"params": parameters, "use_muon": True}], clip_config=CLIP)
+    small = make(((16, 32), (16, 32), (16, 32)))
+    give_gradients(small, 0)
+    with pytest.raises(ValueError, match="16 rows: no 4 heads of 8"):
+        qk_optimizer(small).step(qk_logits={0: torch.ones(4)})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.3.attention.q_proj.weight", (3, "q")),
+        ("blocks.12.attn.wk.weight", (12, "k")),
+        ("h.0.attn.to_q.weight", (0, "q")),
+        ("encoder.layer.5.attention.self.key.weight", (5, "k")),
+        ("layers.3.mlp.weight", None),
+        ("q_proj.weight", None),
+    ],
+)
+def test_names_of_projections(name: str, expected: tuple[int, str] | None) -> None:
+    assert parse_qk_name(name) == expected
+
+
+# ---- Checkpoints and copies -----------------------------------------------------------------------------------------
+
+
+def twins(offload: bool, **options: Any) -> tuple[list[torch.Tensor], outboard.Muon]:
+    matrices, vectors = make(), make(VECTORS)
+    optimizer = muon(matrices, vectors, **options)
+    if offload:
+        optimizer.turn_on_cpu_offload(checkpoint=True)
+    return matrices + vectors, optimizer
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("source", [False, True])
+def test_save_load_and_go_on(lanes_device: LanesDevice, source: bool, into: bool) -> None:
+    if not lanes_device.is_simulated:
+        pytest.skip("the same on CUDA: tests/test_muon_cuda.py")
+    whole, uninterrupted = twins(False)
+    first, saving = twins(source)
+    for seed in range(3):
+        step(whole, uninterrupted, seed)
+        step(first, saving, seed)
+    file = io.BytesIO()
+    torch.save(saving.state_dict(), file)
+    file.seek(0)
+    second, resumed = twins(into)
+    with torch.no_grad():
+        for left, right in zip(second, first, strict=True):
+            left.copy_(right)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for seed in range(3, 6):
+        step(whole, uninterrupted, seed)
+        step(second, resumed, seed)
+    assert_same(whole, second)
+    assert resumed.state[second[-1]]["step"] == 6
+
+
+def test_reading_before_the_first_step_changes_nothing() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [outboard.Muon(param_groups(model), lr=0.02) for model in models]
+    assert optimizers[0].state_dict()["state"] == {}
+    get_optimizer_state_dict(models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for seed in range(2):
+            step(list(model.parameters()), optimizer, seed)
+    assert_same(list(models[0].parameters()), list(models[1].parameters()))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_copies_go_on_with_the_same_bits(lanes_device: LanesDevice, offload: bool) -> None:
+    if not lanes_device.is_simulated:
+        pytest.skip("the same on CUDA: tests/test_muon_cuda.py")
+    parameters, optimizer = twins(offload)
+    step(parameters, optimizer, 0)
+    others = [copy.deepcopy((parameters, optimizer)), pickle.loads(pickle.dumps((parameters, optimizer)))]
+    step(parameters, optimizer, 1)
+    for copied, theirs in others:
+        assert not theirs.cpu_offload
+        step(copied, theirs, 1)
+        assert_same(parameters, copied)
+        with pytest.raises(ValueError, match="use_muon"):
+            theirs.add_param_group({"params": make(VECTORS)})
+
+
+# ---- State on the host ----------------------------------------------------------------------------------------------
+
+
+def storages(optimizer: outboard.Muon) -> list[int]:
+    return [
+        value.untyped_storage().size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+@pytest.fixture
+def simulated(lanes_device: LanesDevice) -> LanesDevice:
+    if not lanes_device.is_simulated:
+        pytest.skip("the same on CUDA: tests/test_muon_cuda.py")
+    return lanes_device
+
+
+@pytest.mark.parametrize("vectors", [(), VECTORS])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 3, "warmup_step": 0}])
+def test_the_same_bits_as_without(
+    simulated: LanesDevice, vectors: tuple[tuple[int, ...], ...], options: dict[str, Any]
+) -> None:
+    one, other = make(MATRICES + vectors), make(MATRICES + vectors)
+    theirs = muon(one[:4], one[4:], **options)
+    ours = muon(other[:4], other[4:], **options)
+    ours.turn_on_cpu_offload()
+    assert ours.host_buffers() == []
+    for seed in range(3):
+        step(one, theirs, seed)
+        step(other, ours, seed)
+        assert_same(one, other)
+        assert set(storages(ours)) == {0}
+    assert sum(buffer.numel() for buffer in ours.host_buffers()) >= 4 * 64 * 128 * 4
+    assert {buffer.dtype for buffer in ours.host_buffers()} == {torch.uint8}
+    assert ours._hollow is not None
+    assert [hazard for carrier in ours._hollow._carriers.values() for hazard in carrier.shuttle.hazards()] == []
+
+
+def test_toggled_every_second_step(simulated: LanesDevice) -> None:
+    one, theirs = twins(False)
+    other, ours = twins(False)
+    tensors: dict[Any, Any] = {}
+    for seed in range(6):
+        (ours.turn_on_cpu_offload if seed // 2 % 2 == 0 else ours.turn_off_cpu_offload)()
+        (ours.turn_on_cpu_offload if seed // 2 % 2 == 0 else ours.turn_off_cpu_offload)()  # again: nothing happens
+        step(one, theirs, seed)
+        step(other, ours, seed)
+        assert_same(one, other)
+        assert ours.cpu_offload == (seed // 2 % 2 == 0)
+        assert bool(ours.host_buffers()) == ours.cpu_offload
+        for parameter, state in ours.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    # The same objects, of the same shape and dtype, wherever their values are.
+                    assert tensors.setdefault((parameter, key), value) is value
+                    assert value.shape == parameter.shape
+                    assert value.dtype == parameter.dtype
+    ours.turn_off_cpu_offload()
+    for index, state in theirs.state_dict()["state"].items():
+        for key, value in state.items():
+            twin = ours.state_dict()["state"][index][key]
+            assert torch.equal(value, twin) if isinstance(value, torch.Tensor) else value == twin
+
+
+def test_checkpoints_are_refused_or_asked_for(simulated: LanesDevice) -> None:
+    parameters, optimizer = twins(False)
+    step(parameters, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.turn_on_cpu_offload()
+    with pytest.raises(RuntimeError, match=r"turn_off_cpu_offload\(\) before checkpoint save"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"turn_off_cpu_offload\(\) before checkpoint load"):
+        optimizer.load_state_dict(saved)
+    optimizer.turn_on_cpu_offload(checkpoint=True)
+    again = optimizer.state_dict()
+    for index, state in saved["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, again["state"][index][key]) if isinstance(value, torch.Tensor) else True
+    optimizer.load_state_dict(saved)
+    assert set(storages(optimizer)) == {0}
+    optimizer.turn_off_cpu_offload()
+    # What is loaded while off stays on the device, and leaves when turned on.
+    optimizer.load_state_dict(saved)
+    assert 0 not in storages(optimizer)
+    assert optimizer.host_buffers() == []
+    optimizer.turn_on_cpu_offload()
+    assert set(storages(optimizer)) == {0}
+    # torch's loading shares memory with what is loaded, which is nobody's to take.
+    assert torch.isfinite(saved["state"][0]["momentum_buffer"].sum())
+    for index, state in saved["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, again["state"][index][key]) if isinstance(value, torch.Tensor) else True
+
+
+def test_values_that_are_elsewhere_are_not_read(simulated: LanesDevice) -> None:
+    parameters, optimizer = twins(False)
+    optimizer.turn_on_cpu_offload()
+    step(parameters, optimizer, 0)
+    buffer = optimizer.state[parameters[0]]["momentum_buffer"]
+    for read in (lambda: buffer.sum(), lambda: buffer + 1, lambda: buffer.clone(), lambda: torch.equal(buffer, buffer)):
+        with pytest.raises(RuntimeError, match=r"on the host.*turn_off_cpu_offload"):
+            read()
+    assert "on the host" in repr(buffer)
+    optimizer.turn_off_cpu_offload()
+    assert type(buffer) is torch.Tensor
+    assert buffer.abs().sum() > 0
+
+
+def test_a_failure_in_mid_step_can_be_gone_on_from(simulated: LanesDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outboard.muon import _chunks
+
+    parameters, optimizer = twins(False, chunk_size=2)
+    optimizer.turn_on_cpu_offload()
+    step(parameters, optimizer, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(_chunks._adamw, "step", lambda *_: (_ for _ in ()).throw(RuntimeError("the math has failed")))
+        with pytest.raises(RuntimeError, match="the math has failed"):
+            step(parameters, optimizer, 1)
+    assert set(storages(optimizer)) == {0}
+    optimizer.turn_off_cpu_offload()
+    optimizer.turn_on_cpu_offload()
+    step(parameters, optimizer, 2)
+    assert set(storages(optimizer)) == {0}
+
+
+def test_deleting_frees_everything_at_once(simulated: LanesDevice) -> None:
+    parameters, optimizer = twins(False)
+    optimizer.turn_on_cpu_offload()
+    step(parameters, optimizer, 0)
+    assert optimizer._hollow is not None
+    gone = [weakref.ref(optimizer), weakref.ref(optimizer._hollow)]
+    gone += [weakref.ref(carrier) for carrier in optimizer._hollow._carriers.values()]  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        del optimizer
+        assert [reference() for reference in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_in_host_memory_there_is_nothing_to_offload() -> None:
+    one, theirs = twins(False)
+    other, ours = twins(False)
+    ours.turn_on_cpu_offload()
+    for seed in range(2):
+        step(one, theirs, seed)
+        step(other, ours, seed)
+    assert ours.cpu_offload
+    assert ours.host_buffers() == []
+    assert 0 not in storages(ours)
+    with pytest.raises(RuntimeError, match="before checkpoint save"):
+        ours.state_dict()
+    ours.turn_off_cpu_offload()
+    ours.load_state_dict(ours.state_dict())
+    assert_same(one, other)
+
+
+@given(st.lists(st.floats(1, 1e9), max_size=20), st.integers(1, 8))
+def test_owners_share_the_work(costs: list[float], size: int) -> None:
+    loads = [0.0] * size
+    chosen = owners(costs, size, loads)
+    assert chosen == owners(costs, size, [0.0] * size)
+    assert sum(loads) == pytest.approx(sum(costs))
+    if costs:
+        # No rank has more than a fair share and one matrix.
+        assert max(loads) <= sum(costs) / size + max(costs) + 1e-3
