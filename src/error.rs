@@ -91,15 +91,17 @@ pub enum Error {
         used_in: u32,
     },
 
-    /// A slot of state is not where it would have to be. Nothing was changed.
-    #[error("{slot} is {at}: it cannot be {asked}")]
-    Misplaced {
-        /// The slot's name.
-        slot: String,
+    /// State was asked for what it cannot do where it is. Nothing was changed.
+    #[error("{asked}: {name} is {place}, and must be {wanted}")]
+    Transition {
+        /// The state's name.
+        name: String,
         /// Where it is.
-        at: String,
+        place: String,
         /// What was asked.
         asked: &'static str,
+        /// From where that is possible.
+        wanted: &'static str,
     },
 
     /// CUDA is not there, or a call to it failed.

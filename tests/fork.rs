@@ -2,6 +2,8 @@
 //! test in a binary of its own, so that no other test's thread holds a lock at the time of the fork.
 #![cfg(unix)]
 
+use outboard::device::simulated::{Schedule, SimulatedDevice};
+use outboard::engine::shuttle::{Shuttle, ShuttleOptions};
 use outboard::engine::{self, MomentDType, Slot, SlotSpec, StepOptions, Update, WeightKind};
 use outboard::memory::Layout;
 use outboard::{AdamW, AdamWConfig, Arena, Error, Isa, WorkerPool};
@@ -55,6 +57,11 @@ fn children_get_errors_and_parents_go_on() {
     };
     let mut arena = Arena::default();
     let mut slot = Slot::carve(spec.clone(), &mut arena.slab(spec.bytes().unwrap(), &pool).unwrap());
+    let device = Arc::new(SimulatedDevice::new(Schedule::Random { seed: 1 }).unwrap());
+    let mut shuttle = Shuttle::new(device, Arc::clone(&pool), ShuttleOptions::default()).unwrap();
+    let (state, _) = shuttle.reserve(&[("exp_avg".into(), 100)]).unwrap();
+    shuttle.fill(&state).unwrap();
+    let mut shuttle = Some(shuttle);
     let mut inherited = Some((optimizer, pool));
 
     for _ in 0..3 {
@@ -70,6 +77,8 @@ fn children_get_errors_and_parents_go_on() {
             let direct = engine::step(pool, Isa::Portable, vec![update], &one_chunk);
             let items = pool.for_each(0..1_usize, |_| ());
             let slab = arena.slab(100, pool);
+            let Some(travelling) = &mut shuttle else { return vec![false] };
+            let (brought, freed) = (travelling.bring(Vec::new(), None), travelling.free(&state));
             let untouched = weights == before && single == [1.0];
             // What the child makes itself works, beside what it has inherited.
             let own = (|| {
@@ -86,12 +95,15 @@ fn children_get_errors_and_parents_go_on() {
                 is_forked(&direct),
                 is_forked(&items),
                 is_forked(&slab),
+                is_forked(&brought),
+                is_forked(&freed),
                 untouched,
                 own.is_ok_and(|own| own[0] < 1.0 && own.iter().all(|w| *w == own[0])),
                 step.is_err_and(|error| error.to_string().contains("do not survive a fork")),
             ];
             // Dropping what was inherited returns, although there is nobody to join.
             drop(inherited.take());
+            drop(shuttle.take());
             checks
         });
         assert_eq!(failed, None, "the check of this number failed in the child");
@@ -100,5 +112,6 @@ fn children_get_errors_and_parents_go_on() {
         assert_ne!(weights, before, "the parent goes on");
         assert_eq!(pool.for_each(0..10_usize, |_| ()).unwrap(), []);
     }
+    shuttle.expect("only the child has dropped it").free(&state).unwrap();
     assert_eq!(inherited.map(|(optimizer, _)| optimizer.steps(id).unwrap()), Some(4));
 }

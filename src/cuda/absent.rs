@@ -56,9 +56,8 @@ impl CudaDevice {
         Err(Error::Cuda(problem()))
     }
 
-    /// A stream's handle, for other libraries.
-    #[cfg(feature = "python")]
-    pub(crate) fn handle(&self, _: Stream) -> usize {
+    /// The handle of one of its streams.
+    pub fn stream_handle(&self, _: Stream) -> usize {
         match *self {}
     }
 }

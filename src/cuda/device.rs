@@ -127,9 +127,8 @@ impl CudaDevice {
         Ok(Self { ordinal: device, streams, can_address_host: can_address_host != 0, spare: Arc::default() })
     }
 
-    /// A stream's `cudaStream_t`, for other libraries.
-    #[cfg(feature = "python")]
-    pub(crate) fn handle(&self, stream: Stream) -> usize {
+    /// The handle (`cudaStream_t`) of one of its streams, which lives as long as the device.
+    pub fn stream_handle(&self, stream: Stream) -> usize {
         self.stream(stream) as usize
     }
 

@@ -1,9 +1,7 @@
 //! Host memory for state: slabs mapped exactly to size and first touched by the worker pool, cut into planes. One plane
 //! is one contiguous run of one parameter's state; it keeps its slab alive, so a tensor over a plane outlives the arena.
 
-#[cfg(any(test, feature = "python"))]
-use super::span::HostSpan;
-use super::span::pin_mapping;
+use super::span::{HostSpan, pin_mapping};
 use super::sys::{HUGE_PAGE, Mapping, page_size};
 use crate::error::{Error, Result};
 use crate::kernel::DefaultFloatEnvironment;
@@ -92,6 +90,45 @@ impl<T: Element> Plane<T> {
     }
 }
 
+/// A plane of bytes that this crate only has copied: it makes no reference to them, so that copies may be under way while
+/// others hold its address. Its copies' order is the business of whoever asks for spans of it.
+#[derive(Debug)]
+pub(crate) struct Berth(Plane<u8>);
+
+impl Berth {
+    /// Takes over a plane.
+    pub(crate) fn new(plane: Plane<u8>) -> Self {
+        Self(plane)
+    }
+
+    /// Number of bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// As [`Plane::share`], the address as a number.
+    pub(crate) fn share(&self) -> (usize, SlabHandle) {
+        let (start, handle) = self.0.share();
+        (start.as_ptr().expose_provenance(), handle)
+    }
+
+    /// Bytes of the slab from `offset` on, counted from this plane's first, for a copy that [`Plane::share`]'s holders know
+    /// of. They may reach into the planes behind this one, which are berths of the same owner.
+    ///
+    /// # Panics
+    /// If they reach beyond the slab.
+    pub(crate) fn span(&self, offset: usize, bytes: usize) -> HostSpan {
+        let Some(slab) = &self.0.slab else { panic!("{bytes} bytes of a plane without elements") };
+        let start = self.0.start.as_ptr().addr() - slab.base().as_ptr().addr() + offset;
+        assert!(start + bytes <= slab.bytes(), "{bytes} bytes from {start} of a slab of {}", slab.bytes());
+        // SAFETY: inside the slab, by the assertion.
+        let start = unsafe { slab.base().add(start) };
+        // SAFETY: mapped zeros to begin with; no reference to a berth's bytes is ever made (`new` takes the plane, and
+        // nothing here gives out a slice), and a span that is only copied from or to makes none either.
+        unsafe { HostSpan::new(start, bytes, Some(Arc::clone(slab))) }
+    }
+}
+
 /// Keeps a slab mapped.
 #[derive(Clone, Debug)]
 pub struct SlabHandle {
@@ -169,13 +206,6 @@ impl Slab {
     /// Bytes mapped.
     pub fn bytes(&self) -> usize {
         self.mapping.as_ref().map_or(0, |mapping| mapping.bytes())
-    }
-
-    /// The address, and a handle that keeps the memory behind it mapped, as [`Plane::share`]; `None` without memory.
-    #[cfg(feature = "python")]
-    pub(crate) fn share(&self) -> Option<(NonNull<u8>, SlabHandle)> {
-        let mapping = self.mapping.as_ref()?;
-        Some((mapping.base(), SlabHandle { _slab: Some(Arc::clone(mapping)) }))
     }
 
     /// Pins the whole slab, piece by piece.

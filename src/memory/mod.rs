@@ -7,9 +7,10 @@ mod span;
 mod strided;
 mod sys;
 
+pub(crate) use arena::Berth;
 pub use arena::{ALIGNMENT, Arena, Element, Plane, Slab, SlabHandle, plane_bytes};
 pub use layout::{Layout, share_memory};
-pub use span::{DeviceRing, DeviceSpan, HostRing, HostSpan, join_moves, join_neighbours};
+pub use span::{DeviceRing, DeviceSpan, HostRing, HostSpan, join_neighbours};
 pub use strided::{StridedMut, StridedRef, Walks};
 #[cfg(all(test, outboard_cuda))]
 pub(crate) use sys::Mapping;

@@ -121,30 +121,6 @@ pub fn join_neighbours(mut spans: Vec<HostSpan>) -> Vec<HostSpan> {
     joined
 }
 
-/// As [`join_neighbours`], of spans that are copied to or from a device: those that lie as far apart there as here.
-pub fn join_moves(mut pairs: Vec<(HostSpan, DeviceSpan)>) -> Vec<(HostSpan, DeviceSpan)> {
-    pairs.retain(|(host, _)| !host.is_empty());
-    pairs.sort_by_key(|(host, _)| host.address());
-    let mut joined: Vec<(HostSpan, DeviceSpan)> = Vec::new();
-    let mut next = 0;
-    for (host, device) in pairs {
-        let (address, bytes) = (host.address(), host.bytes);
-        let fits = |(last, there): &(HostSpan, DeviceSpan)| {
-            let same = matches!((&last.mapping, &host.mapping), (Some(a), Some(b)) if Arc::ptr_eq(a, b));
-            same && device.start.checked_sub(there.start) == Some(address - last.address())
-        };
-        match joined.last_mut().filter(|last| address == next && fits(last)) {
-            Some((last, there)) => {
-                last.bytes = address + bytes - last.address();
-                there.bytes = last.bytes;
-            }
-            None => joined.push((host, device)),
-        }
-        next = address + plane_bytes::<u8>(bytes).unwrap_or(bytes);
-    }
-    joined
-}
-
 /// A fixed number of equal slots of host memory, each lent out and taken back again and again.
 #[derive(Debug)]
 pub struct HostRing {
@@ -246,6 +222,16 @@ impl DeviceSpan {
         self.start += bytes;
         self.bytes -= bytes;
         front
+    }
+
+    /// Extends to the end of `next`, which lies behind it: what is between the two is in nobody else's use either.
+    ///
+    /// # Panics
+    /// If `next` does not lie behind it.
+    pub(crate) fn append(&mut self, next: &Self) {
+        let between = next.start.checked_sub(self.start).filter(|&at| at >= self.bytes);
+        let Some(at) = between else { panic!("a span at {:#x} behind one at {:#x}", next.start, self.start) };
+        self.bytes = at + next.bytes;
     }
 }
 

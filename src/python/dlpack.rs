@@ -61,7 +61,6 @@ const UINT: u8 = 1;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
 
-const UINT8: DLDataType = DLDataType { code: UINT, bits: 8, lanes: 1 };
 pub(super) const FLOAT32: DLDataType = DLDataType { code: FLOAT, bits: 32, lanes: 1 };
 pub(super) const FLOAT16: DLDataType = DLDataType { code: FLOAT, bits: 16, lanes: 1 };
 pub(super) const BFLOAT16: DLDataType = DLDataType { code: BFLOAT, bits: 16, lanes: 1 };
@@ -168,6 +167,9 @@ impl DLElement for f64 {
 impl DLElement for i16 {
     const DTYPE: DLDataType = DLDataType { code: INT, bits: 16, lanes: 1 };
 }
+impl DLElement for u8 {
+    const DTYPE: DLDataType = DLDataType { code: UINT, bits: 8, lanes: 1 };
+}
 impl DLElement for bf16 {
     const DTYPE: DLDataType = BFLOAT16;
 }
@@ -201,9 +203,10 @@ impl PyPlane {
         Self { start: start.cast(), dtype: T::DTYPE, layout, memory }
     }
 
-    /// Bytes of a slab.
-    pub(super) fn of_bytes(start: NonNull<u8>, bytes: usize, memory: SlabHandle) -> Self {
-        Self { start: start.cast(), dtype: UINT8, layout: Layout::contiguous(bytes), memory }
+    /// A run of `bytes` bytes from `start`, which `memory` keeps mapped.
+    pub(super) fn of_bytes(start: usize, bytes: usize, memory: SlabHandle) -> Self {
+        let start = NonNull::new(std::ptr::with_exposed_provenance_mut(start)).unwrap_or(NonNull::dangling());
+        Self { start, dtype: u8::DTYPE, layout: Layout::contiguous(bytes), memory }
     }
 }
 

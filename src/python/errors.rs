@@ -37,12 +37,11 @@ create_exception!(
     OutboardError,
     "A device that is not there, or that this build cannot update on."
 );
-
 create_exception!(
     outboard,
     StateError,
     OutboardError,
-    "State that is not where it would have to be: on the host, on the device, or on its way. Nothing has been changed."
+    "State was asked for what it cannot do where it is (on the host, on the device or on its way). Nothing was changed."
 );
 
 impl From<Error> for PyErr {
@@ -57,7 +56,7 @@ impl From<Error> for PyErr {
             Error::Poisoned { .. } => PoisonedError::new_err(message),
             Error::NonFinite { .. } => NonFiniteError::new_err(message),
             Error::Forked { .. } => ForkedError::new_err(message),
-            Error::Misplaced { .. } => StateError::new_err(message),
+            Error::Transition { .. } => StateError::new_err(message),
             Error::Cuda(_) => DeviceError::new_err(message),
         }
     }
@@ -71,6 +70,6 @@ pub(super) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("PoisonedError", py.get_type::<PoisonedError>())?;
     module.add("NonFiniteError", py.get_type::<NonFiniteError>())?;
     module.add("ForkedError", py.get_type::<ForkedError>())?;
-    module.add("StateError", py.get_type::<StateError>())?;
-    module.add("DeviceError", py.get_type::<DeviceError>())
+    module.add("DeviceError", py.get_type::<DeviceError>())?;
+    module.add("StateError", py.get_type::<StateError>())
 }

@@ -111,17 +111,19 @@ class Carrier:
 
     # ---- Copies ----------------------------------------------------------------------------------------------------
 
-    def _addresses(self, items: Sequence[Item], which: int) -> list[int]:
+    def _ways(self, items: Iterable[Item], which: int) -> tuple[list[int], list[int]]:
+        """Return slots and their addresses in an arena, as they lie in host memory: neighbours travel together."""
         base = self.arena(which).data_ptr()
-        return [base + item.offset for item in items]
+        ordered = sorted(items, key=lambda item: item.address)
+        return [item.slot for item in ordered], [base + item.offset for item in ordered]
 
     def bring(self, items: Sequence[Item], which: int) -> None:
         """Start copies from the host into an arena."""
-        addresses = self._addresses(items, which)
+        slots, addresses = self._ways(items, which)
         after = self.stream if which in self._fresh else None
         self._fresh.discard(which)
         self._is_under_way = True
-        self.shuttle.bring([item.slot for item in items], addresses, after=after)
+        self.shuttle.bring(slots, addresses, after=after)
 
     def arrive(self, items: Sequence[Item]) -> None:
         """Let the current stream wait for what has been brought."""
@@ -136,36 +138,35 @@ class Carrier:
     def send(self, items: Sequence[Item], which: int) -> None:
         """Start copies home, once the current stream has done what it has been given so far."""
         self._mark(items)
-        self.shuttle.send([item.slot for item in items], self._addresses(items, which), self.stream)
+        slots, addresses = self._ways(items, which)
+        self.shuttle.send(slots, addresses, self.stream)
 
     def discard(self, items: Sequence[Item]) -> None:
         """Leave what the host has as it was: the device's copy is dropped."""
         if items:
-            # What brought them may still read the host's memory.
-            self._mark(items)
             self.shuttle.discard([item.slot for item in items], self.stream)
 
     def bring_apart(self, items: Sequence[Item]) -> dict[Item, torch.Tensor]:
         """Start copies into device memory of each tensor's own, allocated now; return the tensors."""
         memory = [torch.empty(item.nbytes, dtype=torch.uint8, device=self.device) for item in items]
         self._is_under_way = True
-        addresses = [run.data_ptr() for run in memory]
-        self.shuttle.bring([item.slot for item in items], addresses, packed=False, after=self.stream)
+        for item, run in zip(items, memory, strict=True):
+            # One by one: those of one call travel together where they lie as on the host, with what is between them.
+            self.shuttle.bring([item.slot], [run.data_ptr()], after=self.stream)
         return {item: item.over(run) for item, run in zip(items, memory, strict=True)}
 
     def send_apart(self, tensors: Mapping[Item, torch.Tensor]) -> None:
         """Start copies home from memory that is each tensor's own, and may be given up at once."""
-        owns = [local(tensor) for tensor in tensors.values()]
         self._mark(tensors)
-        addresses = [own.data_ptr() for own in owns]
-        self.shuttle.send([item.slot for item in tensors], addresses, self.stream, packed=False)
-        for own in owns:
+        for item, tensor in tensors.items():
+            own = local(tensor)
+            self.shuttle.send([item.slot], [own.data_ptr()], self.stream)
             self._outlive_copies(own)
 
     def _outlive_copies(self, tensor: torch.Tensor) -> None:
         """Let the allocator give a tensor's memory to others behind the copies only."""
         if self._is_simulated:
-            self.shuttle.drain()
+            self.shuttle.claim(tensor.data_ptr(), tensor.numel() * tensor.element_size(), self.stream)
         else:
             for handle in self.shuttle.streams():
                 stream = torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]

@@ -161,6 +161,14 @@ class HollowStates:
         found = self._tenants.get(id(tensor))
         return None if found is None else found.item.host
 
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a state tensor that is on the host other values, of what this rank has of it."""
+        tenant, device = self._tenants[id(tensor)], carrier_device(tensor)
+        assert device is not None
+        # A copy that was given up may still read there.
+        self._carriers[device].shuttle.settle([tenant.item.slot])
+        local(tenant.item.host).copy_(values)
+
     def take(self, named: Sequence[Named]) -> None:
         """Bring state tensors to the host, and leave them without memory; those that are there stay there."""
         new = [(name, tensor) for name, tensor in named if id(tensor) not in self._tenants and _can_leave(tensor)]

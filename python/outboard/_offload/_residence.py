@@ -182,6 +182,8 @@ class Residence:
             item = self.items_of(parameter).get(key)
             own = local(value)
             if item is not None and (item.dtype, item.shape) == (own.dtype, own.shape):
+                # A copy that was given up may still read there.
+                carrier.shuttle.settle([item.slot])
                 local(item.host).copy_(own)
                 self.state.raw(parameter)[key] = item.host
                 continue

@@ -451,7 +451,7 @@ def _after_load(optimizer: Any) -> None:
         host = None if tensor is None else hollow.host_of(tensor)
         device, dtype = _sharded.local(parameter).device, parameter.dtype
         if host is not None and host.shape == _sharded.like(own, parameter).shape:
-            _sharded.local(host).copy_(own)
+            hollow.write(tensor, own)
         else:
             made = torch.empty_like(_sharded.local(parameter), dtype=dtype, device=device).copy_(own)
             tensor = _sharded.like(made, parameter)

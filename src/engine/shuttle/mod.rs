@@ -1,438 +1,380 @@
-//! State that comes and goes: any optimizer's tensors, as bytes, live in host memory between steps and on a device while
-//! they are used there. This module knows where each slot is, and lets copies run on two streams of the device's in
-//! the right order: behind the work that they follow and ahead of what waits for them, both directions at once. The caller
-//! decides what travels when, and where on the device it goes. Nothing here waits on the host but [`Shuttle::settle`] and
-//! what says so.
+//! State of any optimizer, as bytes: it lives in host memory, is brought to the device in batches, is used there by
+//! somebody else's kernels on the caller's stream, and returns. This module owns the host memory, where each slot's value
+//! is, and the order between the copies and the caller's work; it knows neither parameters nor dtypes, and the caller says
+//! what a batch is and where on the device it goes.
 //!
-//! ```text
-//! pending -> host <-> on its way in <-> device <-> on its way home -> host
-//! ```
+//! A slot's way: pending, [`Shuttle::fill`] to the host or [`Shuttle::bear`] on the device; then round and round
+//! [`Shuttle::bring`] (on its way in), [`Shuttle::arrive`] (on the device), [`Shuttle::send`] (on its way home),
+//! [`Shuttle::settle`] or [`Shuttle::poll`] (on the host). [`Shuttle::discard`] takes a slot off the device without a copy
+//! home. A call on several slots checks all of them first: if one is elsewhere, that is [`Error::Transition`] and nothing
+//! has changed. What the caller's work on the device touches stays ordered as long as it goes through these calls;
+//! nothing waits on the host but where it says so.
 //!
-//! A value that was made on the device begins there ([`Shuttle::bear`]); one that is not to come home is dropped there
-//! ([`Shuttle::discard`]). Any other way is an error, found before anything has changed.
+//! When a call to the device fails, slots whose bytes had all been given to a stream by then have moved on, and all others
+//! of the call are where they were, values included: a copy does not change where it comes from. Copies that were given
+//! for those remain known, so the next call is ordered behind them. If even the end of a copy that was given cannot be
+//! marked, or the device is broken for good, every later call is an error but [`Shuttle::stats`] and dropping.
 
-mod flights;
+mod movements;
 mod slot;
 #[cfg(test)]
 mod tests;
+mod travel;
+
+pub use slot::Place;
 
 use crate::device::{Device, Stream};
 use crate::error::{Error, Result};
-use crate::memory::{DeviceSpan, HostSpan, join_moves};
-use flights::Flights;
+use crate::memory::{Arena, Berth, Slab, SlabHandle, locked_memory_limit, plane_bytes};
+use crate::pool::WorkerPool;
+use movements::Movements;
+use rustc_hash::FxHashSet;
 use slot::Slot;
-pub use slot::Whereabouts;
 use std::sync::Arc;
 
-/// Bytes of one copy, at most: what follows into the same memory can begin behind each.
-pub const PIECE_BYTES: usize = 16 << 20;
-
-/// A slot's memory on both sides, of the slot's length.
-#[derive(Debug)]
-pub struct Move {
-    /// The slot.
-    pub slot: usize,
-    /// Its bytes in host memory.
-    pub host: HostSpan,
-    /// Where it is to be on the device, or is.
-    pub device: DeviceSpan,
+/// What to do with memory that cannot be pinned, and the size of copies.
+#[derive(Clone, Debug)]
+pub struct ShuttleOptions {
+    /// Whether to pin host memory: `None` does and falls back to pageable memory with a warning, `Some(true)` makes that
+    /// an error.
+    pub pin: Option<bool>,
+    /// The most bytes in one copy. What comes in follows what leaves copy by copy.
+    pub piece_bytes: usize,
 }
 
-/// Copies and bytes so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Copies to the device.
+impl Default for ShuttleOptions {
+    fn default() -> Self {
+        Self { pin: None, piece_bytes: 16 << 20 }
+    }
+}
+
+/// In whose order the caller works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caller {
+    /// A stream, by its handle: it is ordered, and nothing waits on the host.
+    Stream(usize),
+    /// The calling thread itself, on a device whose memory is the host's: calls wait.
+    Host,
+}
+
+/// Counts and sizes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ShuttleStats {
+    /// Bytes of host memory mapped and in use by a slot or a tensor over one.
+    pub host_bytes: usize,
+    /// Bytes of those that are pinned.
+    pub pinned_bytes: usize,
+    /// Copies to the device given so far, and their bytes.
     pub copies_in: u64,
-    /// Copies from the device.
-    pub copies_out: u64,
-    /// Bytes to the device, padding included.
+    /// See [`Self::copies_in`].
     pub bytes_in: u64,
-    /// Bytes from the device, padding included.
+    /// Copies from the device given so far, and their bytes.
+    pub copies_out: u64,
+    /// See [`Self::copies_out`].
     pub bytes_out: u64,
+    /// Copies and left memory not known to be done.
+    pub under_way: usize,
+    /// Live slots by place, in the order of [`Place::ALL`].
+    pub places: [usize; 5],
 }
 
-/// The slots of one device.
+/// A slab with live slots, up to the end of its last plane.
+#[derive(Debug)]
+struct Buffer {
+    start: usize,
+    bytes: usize,
+    handle: SlabHandle,
+    is_pinned: bool,
+    live: usize,
+}
+
+/// A slab, for tensors over it.
+#[derive(Debug)]
+pub struct BufferView {
+    /// Where it starts.
+    pub start: usize,
+    /// Bytes from the first plane's first to the end of the last plane, padding included.
+    pub bytes: usize,
+    /// Keeps it mapped.
+    pub handle: SlabHandle,
+    /// Whether it is pinned.
+    pub is_pinned: bool,
+}
+
+/// State that travels between host memory and one device.
 #[derive(Debug)]
 pub struct Shuttle<D: Device> {
+    slots: Vec<Option<Slot>>,
+    buffers: Vec<Option<Buffer>>,
+    /// Slots on their way home.
+    leaving: Vec<usize>,
+    movements: Movements<D>,
+    arena: Arena,
+    stats: ShuttleStats,
+    broken: Option<String>,
+    options: ShuttleOptions,
+    pool: Arc<WorkerPool>,
     device: Arc<D>,
-    slots: Vec<Option<Slot<D::Event>>>,
-    flights: Flights<D>,
-    piece_bytes: usize,
-    traffic: Traffic,
     process: u32,
 }
 
 impl<D: Device> Shuttle<D> {
-    /// A shuttle without slots, whose copies have at most `piece_bytes` bytes.
-    pub fn new(device: Arc<D>, piece_bytes: usize) -> Self {
-        let flights = Flights::new(Arc::clone(&device));
-        let (slots, traffic, process) = (Vec::new(), Traffic::default(), crate::process::id());
-        Self { device, slots, flights, piece_bytes: piece_bytes.max(1), traffic, process }
+    /// A shuttle without slots.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for pieces of 0 bytes.
+    pub fn new(device: Arc<D>, pool: Arc<WorkerPool>, options: ShuttleOptions) -> Result<Self> {
+        if options.piece_bytes == 0 {
+            return Err(Error::InvalidValue("piece_bytes must be at least 1, not 0".into()));
+        }
+        Ok(Self {
+            slots: Vec::new(),
+            buffers: Vec::new(),
+            leaving: Vec::new(),
+            movements: Movements::default(),
+            arena: Arena::default(),
+            stats: ShuttleStats::default(),
+            broken: None,
+            options,
+            pool,
+            device,
+            process: crate::process::id(),
+        })
     }
 
     /// The device.
-    pub fn device(&self) -> &Arc<D> {
+    pub fn device(&self) -> &D {
         &self.device
     }
 
-    /// Refuses use in another process than the one that made it.
-    ///
-    /// # Errors
-    /// [`Error::Forked`].
-    pub fn check_process(&self) -> Result<()> {
+    /// Refuses other processes, and to go on where nobody knows what is under way.
+    fn begin(&self) -> Result<()> {
         let used_in = crate::process::id();
-        if used_in == self.process { Ok(()) } else { Err(Error::Forked { made_in: self.process, used_in }) }
+        if used_in != self.process {
+            return Err(Error::Forked { made_in: self.process, used_in });
+        }
+        self.broken.as_ref().map_or(Ok(()), |cause| Err(Error::Cuda(cause.clone())))
     }
 
-    /// Makes a slot, without a value yet. `name` is for messages.
-    pub fn add(&mut self, name: &str, bytes: usize) -> usize {
-        self.slots.push(Some(Slot::new(name, bytes)));
-        self.slots.len() - 1
+    fn slot(&self, id: usize) -> Result<&Slot> {
+        let slot = self.slots.get(id).and_then(Option::as_ref);
+        slot.ok_or_else(|| Error::InvalidValue(format!("there is no slot {id}: it was freed, or never reserved")))
     }
 
-    fn slot(&self, id: usize) -> Result<&Slot<D::Event>> {
-        let found = self.slots.get(id).and_then(Option::as_ref);
-        found.ok_or_else(|| Error::InvalidValue(format!("there is no slot {id}: it was freed, or never made")))
-    }
-
-    /// Checks that all slots are in one of the places from which `asked` is possible, and each named once.
-    fn check(&self, ids: impl Iterator<Item = usize>, from: &[Whereabouts], asked: &'static str) -> Result<()> {
-        self.check_process()?;
-        let mut seen = std::collections::HashSet::new();
+    /// Refuses a slot that is named twice, is not there, or is elsewhere than in `places`.
+    fn require(
+        &self,
+        ids: impl Iterator<Item = usize>,
+        places: &[Place],
+        asked: &'static str,
+        wanted: &'static str,
+    ) -> Result<()> {
+        let mut seen = FxHashSet::default();
         for id in ids {
             let slot = self.slot(id)?;
             if !seen.insert(id) {
-                return Err(Error::InvalidValue(format!("{} is named twice in one call", slot.name)));
+                return Err(Error::InvalidValue(format!("{asked}: {} is named twice", slot.name)));
             }
-            slot.check(from, asked)?;
+            slot.require(places, asked, wanted)?;
         }
         Ok(())
     }
 
-    fn set(&mut self, ids: impl Iterator<Item = usize>, mut change: impl FnMut(&mut Slot<D::Event>)) {
-        for id in ids {
-            if let Some(slot) = self.slots.get_mut(id).and_then(Option::as_mut) {
-                change(slot);
-            }
+    fn slot_mut(&mut self, id: usize) -> &mut Slot {
+        match &mut self.slots[id] {
+            Some(slot) => slot,
+            None => unreachable!("slot {id} has been looked at"),
         }
     }
 
-    /// Where a slot's value is.
+    /// Maps memory for slots, by name and bytes: one slab, in this order, each slot aligned as planes are. They are
+    /// pending. Returns their ids, and a warning if the memory could not be pinned.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`]: there is no such slot.
-    pub fn whereabouts(&self, id: usize) -> Result<Whereabouts> {
+    /// [`Error::OutOfMemory`], [`Error::Forked`]; with `pin: Some(true)` [`Error::Cuda`] if it cannot be pinned. There
+    /// are no new slots then.
+    pub fn reserve(&mut self, wanted: &[(String, usize)]) -> Result<(Vec<usize>, Option<String>)> {
+        self.begin()?;
+        let mut total: usize = 0;
+        for (name, bytes) in wanted {
+            total = plane_bytes::<u8>(*bytes)
+                .ok()
+                .and_then(|padded| total.checked_add(padded))
+                .ok_or_else(|| Error::InvalidValue(format!("{name}: {bytes} bytes exceed the address space")))?;
+        }
+        let mut slab = self.arena.slab(total, &self.pool)?;
+        let warning = self.pin(&slab)?;
+        let index = self.buffers.len();
+        let first = self.slots.len();
+        let mut live = 0;
+        let mut start = None;
+        for (name, bytes) in wanted {
+            let plane = slab.carve::<u8>(*bytes);
+            let is_pinned = plane.is_pinned();
+            let berth = Berth::new(plane);
+            if *bytes > 0 {
+                live += 1;
+                start.get_or_insert_with(|| (berth.share(), is_pinned));
+            }
+            self.slots.push(Some(Slot {
+                name: name.clone(),
+                berth,
+                slab: (*bytes > 0).then_some(index),
+                place: Place::Pending,
+                has_value: false,
+                is_torn: false,
+                device: 0..0,
+                arrival: 0,
+                departure: 0,
+            }));
+        }
+        if let Some(((start, handle), is_pinned)) = start {
+            self.buffers.push(Some(Buffer { start, bytes: total, handle, is_pinned, live }));
+        }
+        Ok(((first..self.slots.len()).collect(), warning))
+    }
+
+    fn pin(&self, slab: &Slab) -> Result<Option<String>> {
+        if self.options.pin == Some(false) || slab.bytes() == 0 {
+            return Ok(None);
+        }
+        let Err(error) = slab.pin(|start, bytes| self.device.pin(start, bytes)) else { return Ok(None) };
+        let bytes = slab.bytes();
+        let limit = locked_memory_limit().map_or("unlimited".to_owned(), |limit| format!("{limit} bytes"));
+        let what = format!("cannot pin {bytes} bytes of optimizer state ({error}; locked memory: {limit})");
+        let cure = "raise the limit of locked memory";
+        if self.options.pin == Some(true) {
+            return Err(Error::Cuda(format!("pin=True: {what}: {cure}, or leave such state pageable with pin=None")));
+        }
+        let cost = "this state stays pageable: its copies are slower, and do not run beside the GPU's work";
+        Ok(Some(format!("{what}: {cost}; {cure}")))
+    }
+
+    /// What the slots' host memory holds, zeros or what was written through [`Self::share`], is their value: pending to
+    /// host.
+    ///
+    /// # Errors
+    /// [`Error::Transition`], [`Error::InvalidValue`], [`Error::Forked`].
+    pub fn fill(&mut self, ids: &[usize]) -> Result<()> {
+        self.begin()?;
+        self.require(ids.iter().copied(), &[Place::Pending], "fill", "pending")?;
+        for &id in ids {
+            let slot = self.slot_mut(id);
+            (slot.place, slot.has_value) = (Place::Host, true);
+        }
+        Ok(())
+    }
+
+    /// The slots' value was made on the device: pending to device. With addresses, [`Self::discard`] knows which memory
+    /// it leaves.
+    ///
+    /// # Errors
+    /// As [`Self::fill`].
+    pub fn bear(&mut self, ids: &[usize], addresses: Option<&[usize]>) -> Result<()> {
+        self.begin()?;
+        self.require(ids.iter().copied(), &[Place::Pending], "bear", "pending")?;
+        if let Some(addresses) = addresses.filter(|addresses| addresses.len() != ids.len()) {
+            return Err(Error::InvalidValue(format!("bear: {} addresses for {} slots", addresses.len(), ids.len())));
+        }
+        for (i, &id) in ids.iter().enumerate() {
+            let slot = self.slot_mut(id);
+            slot.place = Place::Device;
+            slot.device = addresses.map_or(0..0, |addresses| addresses[i]..addresses[i] + slot.berth.len());
+        }
+        Ok(())
+    }
+
+    /// Lets the slots go, and their slab with its last one; waits on the host for copies that still touch them. Their ids
+    /// are not used again. Tensors over them keep the memory mapped.
+    ///
+    /// # Errors
+    /// [`Error::Transition`] unless all are pending, on the host or on their way to it; as [`Self::settle`].
+    pub fn free(&mut self, ids: &[usize]) -> Result<()> {
+        self.begin()?;
+        let places = [Place::Pending, Place::Host, Place::DeviceToHost];
+        self.require(ids.iter().copied(), &places, "free", "pending, on the host or on its way home")?;
+        self.settle(ids)?;
+        for &id in ids {
+            let Some(index) = self.slots[id].take().and_then(|slot| slot.slab) else { continue };
+            if let Some(buffer) = &mut self.buffers[index] {
+                buffer.live -= 1;
+                if buffer.live == 0 {
+                    self.buffers[index] = None;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the slot's value is.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if there is no such slot, as for the other questions.
+    pub fn place(&self, id: usize) -> Result<Place> {
         self.slot(id).map(|slot| slot.place)
     }
 
-    /// Number of bytes of a slot.
+    /// Its bytes.
     ///
     /// # Errors
-    /// As [`Self::whereabouts`].
+    /// As [`Self::place`].
     pub fn bytes(&self, id: usize) -> Result<usize> {
-        self.slot(id).map(|slot| slot.bytes)
+        self.slot(id).map(|slot| slot.berth.len())
     }
 
-    /// Copies and bytes so far.
-    pub fn traffic(&self) -> Traffic {
-        self.traffic
-    }
-
-    /// What is in host memory is these slots' value from now on. Those that were lost are to be settled before that is
-    /// written.
+    /// Its name.
     ///
     /// # Errors
-    /// [`Error::Misplaced`] unless they have none, or have lost it; nothing has changed then.
-    pub fn fill(&mut self, ids: &[usize]) -> Result<()> {
-        self.check(ids.iter().copied(), &[Whereabouts::Pending, Whereabouts::Lost], "filled")?;
-        self.set(ids.iter().copied(), |slot| slot.place = Whereabouts::Host);
-        Ok(())
+    /// As [`Self::place`].
+    pub fn name(&self, id: usize) -> Result<&str> {
+        self.slot(id).map(|slot| &*slot.name)
     }
 
-    /// These slots' first value is on the device.
+    /// Its host memory's address, and a handle that keeps it mapped. Whoever reads it does so while the slot is on the
+    /// host, and whoever writes it then settles the slot first.
     ///
     /// # Errors
-    /// [`Error::Misplaced`] unless they have none; nothing has changed then.
-    pub fn bear(&mut self, ids: &[usize]) -> Result<()> {
-        self.check(ids.iter().copied(), &[Whereabouts::Pending], "made on the device")?;
-        self.set(ids.iter().copied(), |slot| slot.place = Whereabouts::Device);
-        Ok(())
+    /// As [`Self::place`].
+    pub fn share(&self, id: usize) -> Result<(usize, SlabHandle)> {
+        self.slot(id).map(|slot| slot.berth.share())
     }
 
-    /// Starts copies to the device, behind everything that still uses the memory there: piece by piece, so that a batch
-    /// can follow right behind the one that leaves. Neighbours on both sides travel in one copy if `joined`, with the
-    /// padding between them. `after`: also behind what this stream of the caller's has been given so far, for memory that
-    /// was just allocated on it.
-    ///
-    /// # Errors
-    /// [`Error::Misplaced`] unless all are on the host or on their way there; [`Error::InvalidValue`] for spans of other
-    /// lengths; nothing has changed then. [`Error::Cuda`]: none is brought; what the device has been given before still
-    /// reads host memory, so all are as on their way home until they are settled.
-    pub fn bring(&mut self, moves: Vec<Move>, joined: bool, after: Option<usize>) -> Result<()> {
-        let ids: Vec<usize> = moves.iter().map(|step| step.slot).collect();
-        self.check(ids.iter().copied(), &[Whereabouts::Host, Whereabouts::DeviceToHost], "brought to the device")?;
-        self.check_lengths(&moves)?;
-        let ranges: Vec<(usize, usize)> =
-            moves.iter().map(|step| (step.device.address(), step.device.address() + step.device.len())).collect();
-        if let Some(stream) = after {
-            self.flights.order_behind(Stream::StateIn, Stream::Foreign(stream))?;
+    /// The slabs that have live slots.
+    pub fn buffers(&self) -> Vec<BufferView> {
+        let view = |buffer: &Buffer| BufferView {
+            start: buffer.start,
+            bytes: buffer.bytes,
+            handle: buffer.handle.clone(),
+            is_pinned: buffer.is_pinned,
+        };
+        self.buffers.iter().flatten().map(view).collect()
+    }
+
+    /// Counts and sizes, as of now.
+    pub fn stats(&self) -> ShuttleStats {
+        let mut stats = self.stats.clone();
+        (stats.host_bytes, stats.pinned_bytes) = (self.arena.bytes(), self.arena.pinned_bytes());
+        stats.under_way = self.movements.len();
+        for slot in self.slots.iter().flatten() {
+            stats.places[slot.place as usize] += 1;
         }
-        // What is still on its way home is read from there.
-        let homecoming = ids.iter().filter_map(|&id| self.slots[id].as_ref().and_then(|slot| slot.home.clone()));
-        self.flights.order_after(Stream::StateIn, homecoming.collect())?;
-        self.flights.land()?;
-        let mut given = Vec::new();
-        let outcome = self.copy_in(moves, joined, &mut given);
-        // Also of what has been given before a failure.
-        let event = self.flights.depart(Stream::StateIn, given);
-        if let (Err(_), Ok(event)) = (&outcome, &event) {
-            self.set(ids.iter().copied(), |slot| {
-                slot.place = Whereabouts::DeviceToHost;
-                slot.home = Some(Arc::clone(event));
-            });
-        }
-        outcome?;
-        let event = event?;
-        for (&id, range) in ids.iter().zip(ranges) {
-            if let Some(slot) = self.slots[id].as_mut() {
-                slot.place = Whereabouts::HostToDevice;
-                slot.arrival = Some(Arc::clone(&event));
-                slot.home = None;
-                slot.range = range;
-            }
-        }
-        Ok(())
-    }
-
-    fn copy_in(&mut self, moves: Vec<Move>, joined: bool, given: &mut Vec<(HostSpan, DeviceSpan)>) -> Result<()> {
-        for (mut host, mut device) in runs(moves, joined) {
-            while !host.is_empty() {
-                let bytes = self.piece_bytes.min(host.len());
-                let (from, to) = (host.split_front(bytes), device.split_front(bytes));
-                self.flights.order_behind_use(Stream::StateIn, to.address(), bytes)?;
-                self.device.copy_in(&to, &from, Stream::StateIn)?;
-                self.traffic.copies_in += 1;
-                self.traffic.bytes_in += bytes as u64;
-                given.push((from, to));
-            }
-        }
-        Ok(())
-    }
-
-    fn check_lengths(&self, moves: &[Move]) -> Result<()> {
-        for step in moves {
-            let slot = self.slot(step.slot)?;
-            if (step.host.len(), step.device.len()) != (slot.bytes, slot.bytes) {
-                let (host, device) = (step.host.len(), step.device.len());
-                let name = &slot.name;
-                return Err(Error::InvalidValue(format!(
-                    "{name} has {} bytes, not {host} on the host and {device} on the device",
-                    slot.bytes
-                )));
-            }
-        }
-        Ok(())
-    }
-
-    /// Lets a stream of the caller's wait, on the device, for the copies of these slots: from here on they are there.
-    ///
-    /// # Errors
-    /// [`Error::Misplaced`] unless all are on their way; nothing has changed then. [`Error::Cuda`]: they still are.
-    pub fn arrive(&mut self, ids: &[usize], stream: usize) -> Result<()> {
-        self.check(ids.iter().copied(), &[Whereabouts::HostToDevice], "taken as arrived")?;
-        let arrivals = self.arrivals(ids);
-        self.flights.order_after(Stream::Foreign(stream), arrivals)?;
-        self.set(ids.iter().copied(), |slot| slot.place = Whereabouts::Device);
-        Ok(())
-    }
-
-    /// Waits on the host for the copies of slots that are on their way to the device: for a device that is host memory, on
-    /// which the caller works by itself.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn wait_for_arrival(&self, ids: &[usize]) -> Result<()> {
-        self.check_process()?;
-        self.arrivals(ids).iter().try_for_each(|event| self.device.wait(event))
-    }
-
-    /// The events of the copies of slots that are on their way in, each once.
-    fn arrivals(&self, ids: &[usize]) -> Vec<Arc<D::Event>> {
-        ids.iter().filter_map(|&id| self.slots.get(id)?.as_ref()?.arrival.clone()).collect()
-    }
-
-    /// Starts copies home, behind what `stream` of the caller's has been given so far. `joined` as for [`Self::bring`].
-    ///
-    /// # Errors
-    /// [`Error::Misplaced`] unless all are on the device; [`Error::InvalidValue`] for spans of other lengths; nothing has
-    /// changed then. [`Error::Cuda`]: all are on the device still if no copy had begun; else all are lost, since host
-    /// memory may hold a part of them: [`Self::fill`] them before the next use, or free them.
-    pub fn send(&mut self, moves: Vec<Move>, joined: bool, stream: usize) -> Result<()> {
-        let ids: Vec<usize> = moves.iter().map(|step| step.slot).collect();
-        self.check(ids.iter().copied(), &[Whereabouts::Device], "sent home")?;
-        self.check_lengths(&moves)?;
-        self.flights.order_behind(Stream::StateOut, Stream::Foreign(stream))?;
-        let mut last = None;
-        let mut begun = false;
-        for (mut host, mut device) in runs(moves, joined) {
-            while !host.is_empty() {
-                let bytes = self.piece_bytes.min(host.len());
-                let (to, from) = (host.split_front(bytes), device.split_front(bytes));
-                let outcome = self.device.copy_out(&to, &from, Stream::StateOut).and_then(|()| {
-                    begun = true;
-                    self.flights.depart(Stream::StateOut, vec![(to, from)])
-                });
-                match outcome {
-                    Ok(event) => last = Some(event),
-                    Err(error) => {
-                        if begun {
-                            let cause = error.to_string();
-                            self.set(ids.iter().copied(), |slot| slot.lose(&cause, last.clone()));
-                        }
-                        return Err(error);
-                    }
-                }
-                self.traffic.copies_out += 1;
-                self.traffic.bytes_out += bytes as u64;
-            }
-        }
-        self.set(ids.iter().copied(), |slot| {
-            slot.place = Whereabouts::DeviceToHost;
-            slot.arrival = None;
-            // Without bytes there is nothing to wait for.
-            slot.home.clone_from(&last);
-        });
-        Ok(())
-    }
-
-    /// Gives up what is on the device or on its way there: the host's value is that from before. The memory there is in
-    /// use until what `stream` has been given so far is done. The copy in, and the copy home that it may have waited for,
-    /// use host memory until they are done: as if on their way home, slots are to be settled before that is touched.
-    ///
-    /// # Errors
-    /// [`Error::Misplaced`]; nothing has changed then. [`Error::Cuda`]: they are where they were.
-    pub fn discard(&mut self, ids: &[usize], stream: usize) -> Result<()> {
-        self.check(ids.iter().copied(), &[Whereabouts::HostToDevice, Whereabouts::Device], "dropped from the device")?;
-        let ranges = ids.iter().filter_map(|&id| self.slots[id].as_ref().map(|slot| slot.range)).collect();
-        self.flights.keep_until(Stream::Foreign(stream), ranges)?;
-        self.set(ids.iter().copied(), |slot| {
-            slot.home = slot.arrival.take();
-            slot.place = if slot.home.is_some() { Whereabouts::DeviceToHost } else { Whereabouts::Host };
-        });
-        Ok(())
-    }
-
-    /// Lets a stream of the caller's wait, on the device, for all copies into and out of a range of its memory: before
-    /// something else is written there.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn claim(&mut self, address: usize, bytes: usize, stream: usize) -> Result<()> {
-        self.check_process()?;
-        self.flights.land()?;
-        self.flights.order_behind_use(Stream::Foreign(stream), address, bytes)
-    }
-
-    /// As [`Self::claim`], waiting on the host.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn wait_for_use(&mut self, address: usize, bytes: usize) -> Result<()> {
-        self.check_process()?;
-        self.flights.wait_for_use(address, bytes)
-    }
-
-    /// Waits on the host until slots that are on their way home are there, and until nothing writes to the memory of those
-    /// that were lost; others are not looked at.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`]: nobody can say what is in host memory; they are still on their way.
-    pub fn settle(&mut self, ids: &[usize]) -> Result<()> {
-        self.check_process()?;
-        for &id in ids {
-            let Some(slot) = self.slots.get_mut(id).and_then(Option::as_mut) else { continue };
-            if slot.place == Whereabouts::DeviceToHost {
-                if let Some(event) = &slot.home {
-                    self.device.wait(event)?;
-                }
-                slot.come_home();
-            } else if let Some(event) = &slot.home {
-                self.device.wait(event)?; // of what was lost
-            }
-        }
-        self.flights.land()
-    }
-
-    /// As [`Self::settle`], of all slots.
-    ///
-    /// # Errors
-    /// As [`Self::settle`].
-    pub fn settle_all(&mut self) -> Result<()> {
-        let ids: Vec<usize> = (0..self.slots.len()).collect();
-        self.settle(&ids)
-    }
-
-    /// Notes which slots have come home, without waiting.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn poll(&mut self) -> Result<()> {
-        self.check_process()?;
-        for slot in self.slots.iter_mut().flatten() {
-            if slot.place == Whereabouts::DeviceToHost {
-                let is_done = slot.home.as_ref().map_or(Ok(true), |event| self.device.is_done(event))?;
-                if is_done {
-                    slot.come_home();
-                }
-            }
-        }
-        self.flights.land()
-    }
-
-    /// Takes slots away, once those that are on their way home are there. Their numbers are not used again.
-    ///
-    /// # Errors
-    /// [`Error::Misplaced`] for those that are on the device or on their way there; nothing has changed then.
-    /// [`Error::Cuda`]: as [`Self::settle`].
-    pub fn free(&mut self, ids: &[usize]) -> Result<()> {
-        let from = [Whereabouts::Pending, Whereabouts::Host, Whereabouts::DeviceToHost, Whereabouts::Lost];
-        self.check(ids.iter().copied(), &from, "freed")?;
-        self.settle(ids)?;
-        for &id in ids {
-            self.slots[id] = None;
-        }
-        Ok(())
-    }
-
-    /// Waits until every copy is done.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn drain(&mut self) -> Result<()> {
-        self.check_process()?;
-        self.device.drain(&[Stream::StateIn, Stream::StateOut])?;
-        self.flights.land()
+        stats
     }
 }
 
 impl<D: Device> Drop for Shuttle<D> {
-    /// Copies end before the memory goes.
+    /// Waits until no copy touches the host memory, then lets it go. It stays mapped, for good, in a fork, where it is the
+    /// parent's, and where nobody can say when that is.
     fn drop(&mut self) {
-        let is_here = self.check_process().is_ok();
-        if is_here && self.device.drain(&[Stream::StateIn, Stream::StateOut]).is_ok() {
+        if crate::process::id() != self.process {
+            std::mem::forget((std::mem::take(&mut self.slots), std::mem::take(&mut self.buffers)));
+            std::mem::forget((std::mem::take(&mut self.movements), Arc::clone(&self.device), Arc::clone(&self.pool)));
             return;
         }
-        // Nobody can say when copies end: their memory stays. In a fork threads and locks are the parent's, events too.
-        self.flights.leak();
-        if !is_here {
-            std::mem::forget(std::mem::take(&mut self.slots));
-            std::mem::forget(Arc::clone(&self.device));
+        // Once more, where the first failure was a passing one.
+        let is_drained = (0..2).any(|_| self.device.drain(&[Stream::StateIn, Stream::StateOut]).is_ok());
+        if !is_drained && (self.movements.len() > 0 || self.broken.is_some()) {
+            std::mem::forget((std::mem::take(&mut self.slots), std::mem::take(&mut self.buffers)));
         }
     }
-}
-
-/// The runs to copy: of neighbours on both sides one, if they may be joined.
-fn runs(moves: Vec<Move>, joined: bool) -> Vec<(HostSpan, DeviceSpan)> {
-    let pairs = moves.into_iter().map(|step| (step.host, step.device)).collect();
-    if joined { join_moves(pairs) } else { pairs }
 }

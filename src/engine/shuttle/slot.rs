@@ -1,84 +1,78 @@
-//! One slot: its name, its size, and where its value is.
+//! One optimizer state's bytes: where they are, and what is known of their copies.
 
 use crate::error::{Error, Result};
+use crate::memory::Berth;
 use std::fmt;
-use std::sync::Arc;
+use std::ops::Range;
 
 /// Where a slot's value is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whereabouts {
-    /// It has none yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Place {
+    /// Nowhere: it has none yet.
     Pending,
-    /// In host memory.
+    /// In its host memory.
     Host,
-    /// On its way to the device; host memory holds it, too.
+    /// On its way to the device.
     HostToDevice,
-    /// On the device; host memory holds an older one.
+    /// On the device; its host memory holds what was there before.
     Device,
-    /// On its way home: host memory will hold it. Or it was given up on the device, and host memory is still being read.
+    /// On its way to its host memory.
     DeviceToHost,
-    /// A copy home has failed half way.
-    Lost,
 }
 
-impl fmt::Display for Whereabouts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl Place {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Pending, Self::Host, Self::HostToDevice, Self::Device, Self::DeviceToHost];
+
+    /// In a word: pending, host, h2d, device or d2h.
+    pub fn name(self) -> &'static str {
+        match self {
             Self::Pending => "pending",
             Self::Host => "host",
             Self::HostToDevice => "h2d",
             Self::Device => "device",
             Self::DeviceToHost => "d2h",
-            Self::Lost => "lost",
-        })
+        }
     }
 }
 
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One slot.
 #[derive(Debug)]
-pub(super) struct Slot<E> {
+pub(super) struct Slot {
     pub(super) name: String,
-    pub(super) bytes: usize,
-    pub(super) place: Whereabouts,
-    /// Of the last copy in.
-    pub(super) arrival: Option<Arc<E>>,
-    /// Of what uses host memory since the value has left the device.
-    pub(super) home: Option<Arc<E>>,
-    /// Its addresses on the device: first, and one past the last.
-    pub(super) range: (usize, usize),
-    cause: String,
+    pub(super) berth: Berth,
+    /// The index of its slab; `None` without bytes.
+    pub(super) slab: Option<usize>,
+    pub(super) place: Place,
+    /// Whether its host memory has ever been the value: what [`Place::Device`] can fall back to.
+    pub(super) has_value: bool,
+    /// Whether a copy home has failed half way, so that its host memory holds neither value.
+    pub(super) is_torn: bool,
+    /// Where on the device it is or will be; empty where nobody said.
+    pub(super) device: Range<usize>,
+    /// The last copy in and the last copy out, by their numbers; 0 for none.
+    pub(super) arrival: u64,
+    pub(super) departure: u64,
 }
 
-impl<E> Slot<E> {
-    pub(super) fn new(name: &str, bytes: usize) -> Self {
-        let (name, place, cause) = (name.to_owned(), Whereabouts::Pending, String::new());
-        Self { name, bytes, place, arrival: None, home: None, range: (0, 0), cause }
-    }
-
-    /// Refuses what is not possible from where the value is.
-    pub(super) fn check(&self, from: &[Whereabouts], asked: &'static str) -> Result<()> {
-        if from.contains(&self.place) {
+impl Slot {
+    /// Refuses what is asked of it elsewhere than in `places`.
+    pub(super) fn require(&self, places: &[Place], asked: &'static str, wanted: &'static str) -> Result<()> {
+        if places.contains(&self.place) {
             return Ok(());
         }
-        let at = match self.place {
-            Whereabouts::Pending => "without a value yet".to_owned(),
-            Whereabouts::Host => "on the host".to_owned(),
-            Whereabouts::HostToDevice => "on its way to the device".to_owned(),
-            Whereabouts::Device => "on the device".to_owned(),
-            Whereabouts::DeviceToHost => "on its way home".to_owned(),
-            Whereabouts::Lost => format!("lost, since its copy home has failed ({}); load it anew", self.cause),
-        };
-        Err(Error::Misplaced { slot: self.name.clone(), at, asked })
+        Err(Error::Transition { name: self.name.clone(), place: self.place.name().into(), asked, wanted })
     }
 
-    pub(super) fn come_home(&mut self) {
-        self.place = Whereabouts::Host;
-        self.home = None;
-    }
-
-    /// `last`: behind what has been given of its copy home.
-    pub(super) fn lose(&mut self, cause: &str, last: Option<Arc<E>>) {
-        self.place = Whereabouts::Lost;
-        (self.arrival, self.home) = (None, last);
-        cause.clone_into(&mut self.cause);
+    /// Where in host memory it is.
+    pub(super) fn host(&self) -> Range<usize> {
+        let start = self.berth.share().0;
+        start..start + self.berth.len()
     }
 }
