@@ -12,6 +12,8 @@ WHEEL_CUDA_ARCHS := 80,86,89,90,100,120
 PYTHON ?=
 # Processes that share out the files of tests; 0: this one alone, for a debugger.
 WORKERS := 2
+# Ranks of the tests over NCCL, at most; empty: as many as there are GPUs.
+NPROC :=
 # Passed on by the targets that say so: make test-python ARGS="-k scheduler -x"
 ARGS ?=
 
@@ -122,6 +124,10 @@ test-kill: build ## End training in every way, 50 times each, and look for lost 
 .PHONY: test-gpu
 test-gpu: build ## Run the tests that need a CUDA device (ARGS: pytest's options)
 	$(BIN)/python -m pytest -m cuda $(ARGS)
+
+.PHONY: test-distributed
+test-distributed: build ## Run the tests over ranks, over NCCL where there are GPUs (NPROC: at most so many ranks)
+	OUTBOARD_NPROC=$(NPROC) $(BIN)/python -m pytest -m '' tests/test_distributed_*.py $(ARGS)
 
 .PHONY: test-sanitizer
 test-sanitizer: $(VENV)/.installed | need-rust ## Run the tests of the CUDA kernels under compute-sanitizer (minutes)

@@ -151,7 +151,7 @@ def ranks(request: pytest.FixtureRequest, python: Callable[..., str]) -> Callabl
 
     def run(worker: Callable[..., None], world_size: int, *arguments: Any, at_least: int | None = None) -> str:
         if is_cuda:
-            devices = torch.cuda.device_count()
+            devices = min(torch.cuda.device_count(), int(os.environ.get("OUTBOARD_NPROC") or 1024))
             if devices < (at_least or world_size):
                 pytest.skip(f"needs {at_least or world_size} CUDA devices, there are {devices}")
             world_size = min(world_size, devices)

@@ -115,6 +115,27 @@ def test_eight_ranks_and_four_matrices(ranks: Run) -> None:
     ranks(as_whole, 8, [8], ["S0"], MATRICES, {}, at_least=1)
 
 
+def gradients_on_some(device: str) -> None:
+    mesh = init_device_mesh(device, (2,))
+    plain = whole(MATRICES, device)
+    sharded = spread(plain, mesh, [Shard(0)])
+    optimizer = make(list(sharded), [])
+    give_gradients(plain, sharded, 0)
+    if dist.get_rank() == 1:
+        sharded[2].grad = None
+    before = [parameter.to_local().clone() for parameter in sharded]  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="only some ranks have gradients of parameter 2"):
+        optimizer.step()
+    for parameter, was in zip(sharded, before, strict=True):
+        assert torch.equal(parameter.to_local(), was)  # type: ignore[attr-defined]
+
+
+def test_gradients_that_only_some_ranks_have_are_refused(ranks: Run, request: pytest.FixtureRequest) -> None:
+    if "cuda" in request.node.name:
+        pytest.skip("not looked for on CUDA: the host would wait for the device")
+    ranks(gradients_on_some, 2)
+
+
 def stacks_and_convolutions(device: str, dim: int) -> None:
     outboard.muon.set_ns_compile(False)
     mesh = init_device_mesh(device, (dist.get_world_size(),))

@@ -641,3 +641,63 @@ def test_parameters_in_host_memory_are_left_alone() -> None:
 def test_batches_are_balanced(sizes: list[int], asked: dict[str, int], expected: list[list[int]]) -> None:
     runs = balance(sizes, **asked)
     assert [[sizes[index] for index in run] for run in runs] == expected
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["offload_state", "muon"])
+def test_a_fork_is_refused_and_the_parent_goes_on(python: Callable[..., str], kind: str) -> None:
+    program = f"""
+        import os, torch, outboard
+        from outboard._lanes import LaneOptions
+
+        LaneOptions.simulate = 3
+        parameters = [torch.ones(64, 64, requires_grad=True)]
+        if {kind!r} == "muon":
+            optimizer = outboard.Muon([{{"params": parameters, "use_muon": True}}])
+            optimizer.turn_on_cpu_offload()
+            read = optimizer.host_buffers
+        else:
+            optimizer = torch.optim.AdamW(parameters)
+            outboard.offload_state(optimizer)
+            read = lambda: optimizer.state[parameters[0]]
+
+        def step():
+            parameters[0].grad = torch.ones(64, 64)
+            optimizer.step()
+
+        step()
+        child = os.fork()
+        if not child:
+            refused = 0
+            for call in (step, read):
+                try:
+                    call()
+                except outboard.ForkedError as error:
+                    refused += "fork" in str(error)
+            os._exit(0 if refused == 2 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        step()
+        read()
+        print("done")
+        """
+    assert "done" in python(program)
+
+
+def test_exit_with_copies_under_way(python: Callable[..., str]) -> None:
+    program = """
+        import torch, outboard
+        from outboard._lanes import LaneOptions
+
+        LaneOptions.simulate = 3
+        parameters = [torch.ones(256, 256, requires_grad=True) for _ in range(8)]
+        optimizer = torch.optim.AdamW(parameters)
+        handle = outboard.offload_state(optimizer, batches=4)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        print("done")
+        """
+    assert "done" in python(program)

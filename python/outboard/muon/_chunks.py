@@ -11,7 +11,7 @@ import torch
 from outboard import _sharded
 from outboard.muon import _adamw
 from outboard.muon._groups import adjusted_lr, as_matrices, coefficients_of, matrix_shape
-from outboard.muon._newton_schulz import orthogonalize
+from outboard.muon._newton_schulz import can_be_together, orthogonalize
 from outboard.muon._spread import Exchange, Spread, cost_of, is_whole, owners, part_of_whole, spread_of, whole_of
 
 #: Matrices of a chunk unless the user says how many, for each rank.
@@ -21,6 +21,7 @@ PER_RANK = 4
 ADAMW_BYTES = 64 << 20
 
 #: Matrices of at most so many elements are orthogonalised together: their products are short, and launches dominate.
+#: Larger ones fill a GPU by themselves.
 TOGETHER = 1 << 20
 
 
@@ -174,7 +175,7 @@ def _orthogonal(entries: Sequence[Entry], wholes: Sequence[torch.Tensor]) -> lis
     for index, (entry, whole) in enumerate(zip(entries, wholes, strict=True)):
         matrices = as_matrices(whole, entry.flatten)
         coefficients = tuple(coefficients_of(entry.group))
-        if matrices.ndim == 2 and matrices.numel() <= TOGETHER:
+        if matrices.ndim == 2 and matrices.numel() <= TOGETHER and can_be_together(matrices.device):
             together.setdefault((tuple(matrices.shape), coefficients, matrices.device), []).append(index)
         else:
             results[index] = orthogonalize(matrices, coefficients).reshape(whole.shape)

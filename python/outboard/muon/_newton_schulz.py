@@ -38,6 +38,15 @@ def ns_compile() -> bool:
     return _is_compiled
 
 
+def can_be_together(device: torch.device) -> bool:
+    """Whether matrices of the same shape may be orthogonalised in one call.
+
+    In host memory products of several matrices at once have the bits of each alone. CUDA's may add up in another order:
+    with compilation off, bits are those of `torch.optim.Muon`, and matrices go one by one.
+    """
+    return device.type != "cuda" or (_is_compiled and not _has_failed)
+
+
 def _iterate(x: torch.Tensor, coefficients: Sequence[Triple]) -> torch.Tensor:
     """Iterate on a matrix, or a stack of matrices, with no more rows than columns."""
     if x.ndim == 2:

@@ -19,6 +19,7 @@ from outboard.muon import _groups
 from outboard.muon._chunks import Batch, Chunk, Entry, cut, first_state
 from outboard.muon._clip import QkClip
 from outboard.muon._newton_schulz import COEFFICIENTS, Triple
+from outboard.muon._spread import check_agreement
 
 Group = dict[str, Any]
 
@@ -236,6 +237,13 @@ class Muon(Optimizer):
                 if parameter.grad is not None:
                     _groups.check_gradient(parameter, name)
                     entries.append(Entry(parameter, name, group, self.state))
+        named = [
+            (name, parameter)
+            for index, group in enumerate(self.param_groups)
+            if group["use_muon"]
+            for name, parameter in zip(self._names(group, index), group["params"], strict=True)
+        ]
+        check_agreement([parameter for _, parameter in named], [name for name, _ in named])
         of = {id(entry.parameter): entry.name for entry in entries}
         with torch.no_grad():
             _sharded.complete_gradients([entry.parameter for entry in entries], lambda one: of[id(one)])

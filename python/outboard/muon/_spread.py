@@ -198,6 +198,40 @@ class Exchange:
         return self._split(self._finish(), by_rank=False)
 
 
+def check_agreement(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Refuse gradients that only some ranks have, of parameters whose shards travel in host memory.
+
+    On CUDA that would let the host wait for the device.
+
+    Raises
+    ------
+    RuntimeError
+        On all ranks.
+    """
+    by_group: dict[int, tuple[Any, list[int]]] = {}
+    for index, parameter in enumerate(parameters):
+        if _sharded.is_sharded(parameter) and _sharded.local(parameter).device.type == "cpu":
+            spec: Any = parameter._spec  # type: ignore[attr-defined]
+            for dim, placement in enumerate(spec.placements):
+                if not placement.is_replicate():
+                    group = spec.mesh.get_group(dim)
+                    by_group.setdefault(id(group), (group, []))[1].append(index)
+    for group, indices in by_group.values():
+        mine = [float(parameters[index].grad is not None) for index in indices]
+        most, least = torch.tensor(mine), -torch.tensor(mine)
+        both = torch.cat([most, least])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        differing = [
+            names[index]
+            for index, high, low in zip(indices, both[: len(mine)].tolist(), both[len(mine) :].tolist(), strict=True)
+            if high != -low
+        ]
+        if differing:
+            raise RuntimeError(
+                f"only some ranks have gradients of {', '.join(differing)}: all ranks step the same ones"
+            )
+
+
 def whole_of(update: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the whole of which every rank has a part, as it has of a parameter, on all ranks."""
     found: torch.Tensor = _sharded.like(update, parameter).full_tensor()  # type: ignore[attr-defined]
