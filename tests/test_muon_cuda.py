@@ -198,6 +198,7 @@ def test_equal_to_the_muon_of_torch() -> None:
             assert torch.equal(left, right)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch 2.11's own, when its compiler is imported
 def test_compiled_and_together_is_about_the_same() -> None:
     one, other = matrices(6, (64, 128)), matrices(6, (64, 128))
     theirs, ours = plain("muon", one), plain("muon", other)

@@ -303,6 +303,45 @@ def test_a_closure_runs_once(lanes_device: LanesDevice) -> None:
     assert calls == [True]
 
 
+class Decaying(torch.optim.AdamW):
+    """Uses the step of its base, and then state once more."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(self.state[parameter]["exp_avg"], alpha=1e-3)
+                    self.state[parameter]["exp_avg"].mul_(0.5)
+
+
+def test_a_subclass_that_calls_the_step_of_its_base(lanes_device: LanesDevice) -> None:
+    models = [make_model(lanes_device), make_model(lanes_device)]
+    optimizers = [Decaying(groups_of(model), foreach=True) for model in models]
+    handle = outboard.offload_state(optimizers[1], batches=3)
+    calls = []
+    optimizers[1].register_step_post_hook(lambda optimizer, args, kwargs: calls.append(type(optimizer)))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 3)
+    assert_same_weights(*models)
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+    assert handle.stats()["steps"] == 3
+
+
+def test_nothing_grows_over_fifty_steps(lanes_device: LanesDevice) -> None:
+    model = make_model(lanes_device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = outboard.offload_state(optimizer, batches=3)
+    train(model, optimizer, 3)
+    assert handle._residence is not None
+    carriers = list(handle._residence.carriers)
+    before = [(len(carrier._arriving), carrier.shuttle.stats()["host_bytes"]) for carrier in carriers]
+    train(model, optimizer, 47)
+    assert [(len(carrier._arriving), carrier.shuttle.stats()["host_bytes"]) for carrier in carriers] == before
+    handle.synchronize()
+    assert [carrier.shuttle.stats()["under_way"] for carrier in carriers] == [0] * len(carriers)
+
+
 class TwoPasses(Counting):
     """Looks at all state before it changes any parameter."""
 

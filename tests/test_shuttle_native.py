@@ -241,4 +241,9 @@ def test_its_streams_are_torch_streams() -> None:
     area.record_stream(arrivals)
     arrivals.synchronize()
     assert area.eq(3).all()
+    # The allocator asks the stream when the memory comes free: also when the shuttle has gone.
     shuttle.close()
+    del shuttle
+    del area
+    torch.cuda.synchronize()
+    torch.empty(4000, dtype=torch.uint8, device="cuda").fill_(1)

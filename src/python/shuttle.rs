@@ -34,6 +34,19 @@ macro_rules! on {
     };
 }
 
+/// The GPU of this number, for all shuttles, and for good: torch's allocator asks the streams of copies when memory that
+/// they have used comes free, which may be long after a shuttle has gone. A stream that was destroyed crashes it.
+fn shared_device(ordinal: u32) -> Result<Arc<CudaDevice>> {
+    static DEVICES: Mutex<Vec<(u32, Arc<CudaDevice>)>> = Mutex::new(Vec::new());
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, device)) = devices.iter().find(|(known, _)| *known == ordinal) {
+        return Ok(Arc::clone(device));
+    }
+    let device = Arc::new(CudaDevice::new(ordinal)?);
+    devices.push((ordinal, Arc::clone(&device)));
+    Ok(device)
+}
+
 /// Optimizer state that lives in host memory and travels to a device in batches. Slots are numbers from `reserve`;
 /// addresses are the device's (on a simulated device the host's), and streams are `cudaStream_t` as numbers. Whoever passes
 /// an address answers for it: as many bytes as the slot has, there until the copies to or from it are done, and touched
@@ -97,7 +110,7 @@ impl StateShuttle {
             let pool = shared_pool(threads)?;
             match (device, simulate) {
                 (Some(ordinal), None) => {
-                    let device = Arc::new(CudaDevice::new(ordinal)?);
+                    let device = shared_device(ordinal)?;
                     let streams = [Stream::StateIn, Stream::StateOut].map(|stream| device.stream_handle(stream));
                     Ok((Inner::Cuda(Shuttle::new(device, pool, options)?), None, streams.to_vec()))
                 }

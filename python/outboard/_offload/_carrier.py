@@ -189,8 +189,10 @@ class Carrier:
     def _mark(self, items: Iterable[Item]) -> None:
         self._is_under_way = True
         for item in items:
-            _pending.mark_state(item.host, self._reference)
-            self._arriving.append(item.host)
+            # Those of the step before may still be marked: nobody has read them since.
+            if not _pending.is_pending(item.host):
+                _pending.mark_state(item.host, self._reference)
+                self._arriving.append(item.host)
 
     @property
     def is_under_way(self) -> bool:

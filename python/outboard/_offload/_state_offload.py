@@ -58,8 +58,9 @@ class StateOffload:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        residence = self._settled()
-        if residence is None or is_stand_in(args[0]):
+        # A subclass that calls the step of its base is in its own: that one's walk goes on.
+        residence = None if is_stand_in(args[0]) else self._settled()
+        if residence is None:
             return None
         if _capture.is_capturing():
             raise _capture.refuse("step() of an optimizer whose state is offloaded")
@@ -68,7 +69,7 @@ class StateOffload:
         return (stand_in_for(optimizer, self._walk), *args[1:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._walk is None or self._residence is None:
+        if self._walk is None or self._residence is None or is_stand_in(optimizer):
             return
         walk, self._walk = self._walk, None
         walk.finish()
