@@ -1,4 +1,7 @@
-"""`outboard.offload_state`: any torch optimizer with its state on the host, to the bits of the optimizer by itself."""
+"""`outboard.offload_state`: any torch optimizer with its state on the host, to the bits of the optimizer by itself.
+
+Over 500 lines: independent cases, read one at a time.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
 def hazards(handle: outboard.StateOffload) -> list[str]:
     """Return what copies have touched in no order, on a device that is made of host memory."""
     assert handle._residence is not None
-    return [hazard for carrier in handle._residence.carriers for hazard in carrier.shuttle.hazards()]
+    return [hazard for carrier in handle._residence.carriers.all() for hazard in carrier.shuttle.hazards()]
 
 
 # ---- Bits -----------------------------------------------------------------------------------------------------------
@@ -334,7 +337,7 @@ def test_nothing_grows_over_fifty_steps(lanes_device: LanesDevice) -> None:
     handle = outboard.offload_state(optimizer, batches=3)
     train(model, optimizer, 3)
     assert handle._residence is not None
-    carriers = list(handle._residence.carriers)
+    carriers = handle._residence.carriers.all()
     before = [(len(carrier._arriving), carrier.shuttle.stats()["host_bytes"]) for carrier in carriers]
     train(model, optimizer, 47)
     assert [(len(carrier._arriving), carrier.shuttle.stats()["host_bytes"]) for carrier in carriers] == before
@@ -591,7 +594,7 @@ def test_deleting_the_optimizer_frees_everything_at_once(lanes_device: LanesDevi
     handle = outboard.offload_state(optimizer, batches=2)
     train(model, optimizer, 2)
     assert handle._residence is not None
-    carriers = [weakref.ref(carrier) for carrier in handle._residence.carriers]
+    carriers = [weakref.ref(carrier) for carrier in handle._residence.carriers.all()]
     slots = weakref.ref(handle._residence)
     gone = weakref.ref(optimizer)
     gc.disable()

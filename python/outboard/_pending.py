@@ -33,7 +33,7 @@ class Waiter(Protocol):
 _waiters: dict[int, weakref.ref[Any]] = {}
 
 #: What neither reads nor writes a weight's values.
-_HARMLESS: frozenset[Any] = frozenset(
+HARMLESS: frozenset[Any] = frozenset(
     getter
     for name in (
         "grad",
@@ -79,7 +79,7 @@ class _Pending:
     ) -> Any:
         """Wait for the pending parameters among the arguments, then call `func`."""
         kwargs = kwargs or {}
-        if func not in _HARMLESS:
+        if func not in HARMLESS:
             found: list[torch.Tensor] = []
             _find(args, found)
             _find(kwargs.values(), found)

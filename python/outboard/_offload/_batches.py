@@ -1,8 +1,14 @@
-"""Cutting state into batches: runs of consecutive parameters whose largest is as small as can be."""
+"""Batches of state: how parameters are cut into them, and where in an arena each tensor lies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from outboard._offload._carrier import Carrier
+from outboard._offload._travel import Item, padded
 
 
 def _cut(sizes: Sequence[int], most: int) -> list[int]:
@@ -49,3 +55,55 @@ def balance(sizes: Sequence[int], *, batches: int | None = None, batch_bytes: in
             low = middle + 1
     starts = _cut(sizes, high)
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def lay_out(items: list[Item], start: int) -> int:
+    """Give items places in an arena as far apart as they are in host memory, so that neighbours travel together.
+
+    Returns
+    -------
+    int
+        Where the last one ends, in bytes.
+    """
+    at = start
+    last_end: int | None = None
+    for item in sorted(items, key=lambda item: item.address):
+        begin = item.address
+        gap = None if last_end is None else begin - last_end
+        # What lies between two neighbours is padding.
+        at = at + gap if gap is not None and 0 <= gap <= 2 * padded(1) else padded(at)
+        item.offset = at
+        at, last_end = at + item.nbytes, begin + item.nbytes
+    return padded(at)
+
+
+@dataclass(eq=False)
+class Batch:
+    """State that is on the device at the same time."""
+
+    carrier: Carrier
+    #: Its place among the batches of its device.
+    index: int
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    #: Of the arena, as far as it is known.
+    nbytes: int = 0
+
+    @property
+    def which(self) -> int:
+        """The arena that it uses."""
+        return self.index % 2
+
+
+@dataclass(eq=False)
+class Plan:
+    """The batches of a step, in the order in which the optimizer comes to them."""
+
+    batches: list[Batch]
+    batch_of: dict[torch.Tensor, Batch]
+    #: The parameters of all groups when the plan was made, by identity.
+    order: list[int]
+
+    def after(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the batches of the same device that follow."""
+        at = self.batches.index(batch) + 1
+        return (other for other in self.batches[at:] if other.carrier is batch.carrier)

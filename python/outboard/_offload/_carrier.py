@@ -6,24 +6,17 @@ the caller's. Nothing here waits on the host but `settle`.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from outboard import _engines, _pending
+from outboard import _engines, _pending, _slots
 from outboard._lanes import LaneOptions
-from outboard._native import StateShuttle
+from outboard._native import ForkedError, StateShuttle
 from outboard._offload._travel import Item, local
-
-#: Slots begin on cache lines, in an arena as in host memory.
-ALIGNMENT = 64
-
-
-def padded(nbytes: int) -> int:
-    """Return the bytes that a tensor takes in an arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Carrier:
@@ -202,3 +195,77 @@ class Carrier:
     def close(self) -> None:
         """End copies, at the end of the process."""
         self.shuttle.close()
+
+
+def can_offload(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory can leave its device: not what is in host memory, unless that plays a device."""
+    device = local(tensor).device
+    return device.type == "cuda" or (device.type == "cpu" and LaneOptions.simulate is not None)
+
+
+class Carriers:
+    """The carriers of one optimizer's devices, made when they are first needed.
+
+    Parameters
+    ----------
+    owner : str
+        The optimizer's name, for messages.
+    threads, pin, keep_arenas
+        As for `Carrier`.
+    """
+
+    def __init__(self, owner: str, *, threads: int, pin: bool | None, keep_arenas: bool) -> None:
+        self._owner = owner
+        self._settings = {"threads": threads, "pin": pin, "keep_arenas": keep_arenas}
+        self._by_device: dict[torch.device, Carrier] = {}
+        self._process = os.getpid()
+
+    def of(self, tensor: torch.Tensor) -> Carrier | None:
+        """Return what carries state to a tensor's device; None where there is nothing to offload."""
+        device = local(tensor).device
+        if device not in self._by_device:
+            if not can_offload(tensor):
+                return None
+            self._by_device[device] = Carrier(device, **self._settings)  # type: ignore[arg-type]
+        return self._by_device[device]
+
+    def all(self) -> list[Carrier]:
+        """Return those that there are."""
+        return list(self._by_device.values())
+
+    def check_process(self) -> None:
+        """Refuse use in a fork, where host memory is not what it was.
+
+        Raises
+        ------
+        ForkedError
+        """
+        if self._by_device and _slots.is_other_process(self._process):
+            raise ForkedError(
+                f"the offloaded state of {self._owner} belongs to process {self._process} and was used in its fork "
+                f"{os.getpid()}: state does not survive a fork; build the optimizer in the process that steps it"
+            )
+
+    def settle(self) -> None:
+        """Wait on the host until what is under way is home.
+
+        Raises
+        ------
+        ForkedError
+        """
+        self.check_process()
+        for carrier in self._by_device.values():
+            carrier.settle()
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return all host memory, as uint8 tensors, once nothing is under way."""
+        self.settle()
+        return [buffer for carrier in self._by_device.values() for buffer in carrier.buffers()]
+
+    def close(self) -> None:
+        """Give everything back; tensors that were handed out keep their memory."""
+        self.settle()
+        for carrier in self._by_device.values():
+            carrier.drop_arenas()
+            carrier.close()
+        self._by_device.clear()

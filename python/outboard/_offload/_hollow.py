@@ -6,42 +6,22 @@ Whoever uses its values then gets an error instead of a read at address 0.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from outboard import _sharded, _slots
-from outboard._lanes import LaneOptions
-from outboard._native import ForkedError
-from outboard._offload._carrier import Carrier, padded
-from outboard._offload._residence import lay_out
-from outboard._offload._travel import Item, local, make_item, nbytes
+from outboard import _sharded
+from outboard._offload._batches import lay_out
+from outboard._offload._carrier import Carrier, Carriers, can_offload
+from outboard._offload._travel import Item, local, make_item, nbytes, padded
+from outboard._pending import HARMLESS
 
 #: What may be asked of a tensor whose values are elsewhere.
-_HARMLESS = frozenset(
-    getter
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "requires_grad",
-        "_version",
-        "ndim",
-    )
-    for getter in [getattr(torch.Tensor, name).__get__]
-) | frozenset(
+_HARMLESS = HARMLESS | frozenset(
     (
-        *(torch.Tensor.is_cuda.__get__, torch.Tensor.is_sparse.__get__, torch.Tensor.is_meta.__get__),  # type: ignore[attr-defined]
-        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride),
-        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous),
-        *(torch.Tensor.element_size, torch.Tensor.untyped_storage, torch.Tensor.storage_offset),
-        *(torch.Tensor.data_ptr, torch.Tensor.is_pinned, torch.Tensor.nbytes.__get__),  # type: ignore[attr-defined]
+        *(getattr(torch.Tensor, name).__get__ for name in ("is_sparse", "is_meta", "nbytes")),
+        *(torch.Tensor.untyped_storage, torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.is_pinned),
     )
 )
 
@@ -73,12 +53,6 @@ class HollowTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"HollowTensor({tuple(self.shape)}, {self.dtype}, {self.device}: its values are on the host)"
-
-
-def carrier_device(tensor: torch.Tensor) -> torch.device | None:
-    """Return the device that a tensor's memory can leave; None for host memory that plays no device."""
-    device = local(tensor).device
-    return device if device.type == "cuda" or (device.type == "cpu" and LaneOptions.simulate is not None) else None
 
 
 class _Tenant:
@@ -121,40 +95,9 @@ class HollowStates:
     """
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._carriers: dict[torch.device, Carrier] = {}
+        self.carriers = Carriers("Muon", threads=threads, pin=None, keep_arenas=False)
         #: By the tensor's id; the tensors are kept.
         self._tenants: dict[int, _Tenant] = {}
-        self._process = os.getpid()
-
-    def _carrier(self, device: torch.device) -> Carrier:
-        if device not in self._carriers:
-            self._carriers[device] = Carrier(device, threads=self._threads, pin=None, keep_arenas=False)
-        return self._carriers[device]
-
-    def check_process(self) -> None:
-        """Refuse use in a fork.
-
-        Raises
-        ------
-        ForkedError
-        """
-        if self._carriers and _slots.is_other_process(self._process):
-            raise ForkedError(
-                f"this optimizer's offloaded state belongs to process {self._process} and was used in its fork "
-                f"{os.getpid()}: build the optimizer in the process that steps it"
-            )
-
-    def settle(self) -> None:
-        """Wait on the host until what is under way is home."""
-        self.check_process()
-        for carrier in self._carriers.values():
-            carrier.settle()
-
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the host memory, as uint8 tensors."""
-        self.settle()
-        return [buffer for carrier in self._carriers.values() for buffer in carrier.buffers()]
 
     def host_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the host memory of a state tensor's values, after `settle`; None if it has not left the device."""
@@ -163,11 +106,15 @@ class HollowStates:
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Give a state tensor that is on the host other values, of what this rank has of it."""
-        tenant, device = self._tenants[id(tensor)], carrier_device(tensor)
-        assert device is not None
+        tenant = self._tenants[id(tensor)]
         # A copy that was given up may still read there.
-        self._carriers[device].shuttle.settle([tenant.item.slot])
+        self._carrier(tensor).shuttle.settle([tenant.item.slot])
         local(tenant.item.host).copy_(values)
+
+    def _carrier(self, tensor: torch.Tensor) -> Carrier:
+        found = self.carriers.of(tensor)
+        assert found is not None
+        return found
 
     def take(self, named: Sequence[Named]) -> None:
         """Bring state tensors to the host, and leave them without memory; those that are there stay there."""
@@ -182,9 +129,7 @@ class HollowStates:
         """Make tenants of tensors, side by side by dtype in the host memory of their devices."""
         by_carrier: dict[Carrier, list[Named]] = {}
         for name, tensor in sorted(named, key=lambda one: str(one[1].dtype)):
-            device = carrier_device(tensor)
-            assert device is not None
-            by_carrier.setdefault(self._carrier(device), []).append((name, tensor))
+            by_carrier.setdefault(self._carrier(tensor), []).append((name, tensor))
         made = []
         for carrier, theirs in by_carrier.items():
             slots = carrier.shuttle.reserve([name for name, _ in theirs], [nbytes(tensor) for _, tensor in theirs])
@@ -201,46 +146,35 @@ class HollowStates:
         kept = {id(tensor) for tensor in tensors}
         for key, tenant in list(self._tenants.items()):
             if key not in kept:
-                device = carrier_device(tenant.tensor)
-                assert device is not None
-                self._carriers[device].shuttle.free([tenant.item.slot])
+                self._carrier(tenant.tensor).shuttle.free([tenant.item.slot])
                 del self._tenants[key]
 
     def give_back(self) -> None:
         """Bring all values back to their devices, in memory of their own, and free the host memory."""
-        self.settle()
+        self.carriers.settle()
         for tenant in self._tenants.values():
             own, host = local(tenant.tensor), local(tenant.item.host)
             memory = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=own.device)
             tenant.enter(memory.copy_(host))
         self._free()
 
-    def drop(self) -> None:
-        """Free everything; the tensors are nobody's any more."""
-        self.settle()
-        self._free()
-
     def _free(self) -> None:
         self._tenants.clear()
-        for carrier in self._carriers.values():
-            carrier.drop_arenas()
-            carrier.close()
-        self._carriers.clear()
+        self.carriers.close()
 
     def tenants(self, tensors: Iterable[torch.Tensor]) -> dict[Carrier, list[_Tenant]]:
         """Return those of these tensors that are on the host, by what carries them."""
         found: dict[Carrier, list[_Tenant]] = {}
         for tensor in tensors:
             tenant = self._tenants.get(id(tensor))
-            device = carrier_device(tensor)
-            if tenant is not None and device is not None:
-                found.setdefault(self._carrier(device), []).append(tenant)
+            if tenant is not None:
+                found.setdefault(self._carrier(tensor), []).append(tenant)
         return found
 
 
 def _can_leave(tensor: torch.Tensor) -> bool:
     own = local(tensor)
-    return tensor.dim() > 0 and own.numel() > 0 and own.is_floating_point() and carrier_device(tensor) is not None
+    return tensor.dim() > 0 and own.numel() > 0 and own.is_floating_point() and can_offload(tensor)
 
 
 class HollowTraffic:
@@ -321,7 +255,7 @@ class HollowTraffic:
             for carrier, tenants in by_carrier.items():
                 carrier.discard([tenant.item for tenant in tenants])
             del self._coming[index]
-        for carrier in self._states._carriers.values():
+        for carrier in self._states.carriers.all():
             carrier.end_step()
 
     def abandon(self) -> None:

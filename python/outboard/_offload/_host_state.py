@@ -10,14 +10,21 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from outboard._offload._travel import Item, local, rewrap
 
-if TYPE_CHECKING:
-    from outboard._offload._residence import Residence
+
+class Lodging(Protocol):
+    """Where state lives."""
+
+    def settle(self) -> None:
+        """Wait until what is under way is home."""
+
+    def items_of(self, parameter: Any) -> dict[str, Item]:
+        """Return what a parameter has on the host."""
 
 
 def on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -31,7 +38,7 @@ def on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 class HostState(defaultdict[Any, Any]):
     """The states of all parameters; what is on the host is tensors over the slots' memory."""
 
-    def __init__(self, residence: Residence) -> None:
+    def __init__(self, residence: Lodging) -> None:
         super().__init__(dict)
         # Deleting the optimizer frees everything at once: no cycle. Once the residence is gone, nothing is under way.
         self._residence = weakref.ref(residence)

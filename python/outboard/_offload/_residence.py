@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outboard import _slots
-from outboard._lanes import LaneOptions
-from outboard._native import ForkedError
-from outboard._offload._batches import balance
-from outboard._offload._carrier import Carrier, padded
+from outboard._offload._batches import Batch, Plan, balance, lay_out
+from outboard._offload._carrier import Carrier, Carriers
 from outboard._offload._host_state import HostState
 from outboard._offload._probe import Expected, expected_bytes, expected_state
-from outboard._offload._travel import Item, local, make_item, nbytes, rewrap, shared_storages, why_it_stays
-from outboard._offload._walk import Batch, Plan
+from outboard._offload._travel import (
+    Item,
+    local,
+    make_item,
+    nbytes,
+    padded,
+    rewrap,
+    shared_storages,
+    why_it_stays,
+)
 
 Group = dict[str, Any]
 
@@ -46,13 +50,12 @@ class Residence:
         self._kind = type(optimizer).__name__
         self._names = _names(optimizer.param_groups)
         self._items: dict[torch.Tensor, dict[str, Item]] = {}
-        self._carriers: dict[torch.device, Carrier] = {}
+        self.carriers = Carriers(self._kind, threads=options.threads, pin=options.pin, keep_arenas=options.packed)
         self._expected: dict[tuple[int, torch.dtype, int], Expected | None] = {}
         #: Why tensors stay on the device, by parameter and key.
         self._reasons: dict[tuple[torch.Tensor, str], str] = {}
         self._plan: Plan | None = None
         self._keys_seen: set[str] = set()
-        self._process = os.getpid()
         self.state = HostState(self)
 
     def describe(self) -> str:
@@ -78,46 +81,18 @@ class Residence:
 
     def carrier_for(self, parameter: torch.Tensor) -> Carrier | None:
         """Return what carries state to a parameter's device; None where there is nothing to offload."""
-        device = local(parameter).device
-        if device.type != "cuda" and (device.type != "cpu" or LaneOptions.simulate is None):
-            return None
-        if device not in self._carriers:
-            self._carriers[device] = Carrier(
-                device, threads=self.options.threads, pin=self.options.pin, keep_arenas=self.options.packed
-            )
-        return self._carriers[device]
+        return self.carriers.of(parameter)
 
-    @property
-    def carriers(self) -> Iterable[Carrier]:
-        """One for each device so far."""
-        return self._carriers.values()
-
-    def check_process(self) -> None:
-        """Refuse use in a fork, where host memory is not what it was.
-
-        Raises
-        ------
-        ForkedError
-        """
-        if self._carriers and _slots.is_other_process(self._process):
-            raise ForkedError(
-                f"the offloaded state of {self._kind} belongs to process {self._process} and was used in its fork "
-                f"{os.getpid()}: state does not survive a fork; build the optimizer in the process that steps it"
-            )
+    def settle(self) -> None:
+        """Wait on the host until what is under way is home."""
+        self.carriers.settle()
 
     def close(self) -> None:
         """Give everything back; what was handed out stays as it is."""
-        self.settle()
-        for parameter, item in list(self.all_items()):
+        for _, item in self.all_items():
             item.forget()
-            carrier = self.carrier_for(parameter)
-            assert carrier is not None
-            carrier.shuttle.free([item.slot])
         self._items.clear()
-        for carrier in self._carriers.values():
-            carrier.drop_arenas()
-            carrier.close()
-        self._carriers.clear()
+        self.carriers.close()
         self._plan = None
 
     def places(self) -> dict[str, str]:
@@ -133,18 +108,12 @@ class Residence:
     def stats(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return bytes and counts, summed over devices."""
         total: dict[str, Any] = {"batches": len(self.plan(optimizer).batches), "device_bytes": 0}
-        for carrier in self._carriers.values():
+        for carrier in self.carriers.all():
             total["device_bytes"] += carrier.device_bytes
             for key, value in carrier.shuttle.stats().items():
                 if isinstance(value, int):
                     total[key] = total.get(key, 0) + value
         return total
-
-    def settle(self) -> None:
-        """Wait on the host until what is under way is home."""
-        self.check_process()
-        for carrier in self._carriers.values():
-            carrier.settle()
 
     # ---- Slots -----------------------------------------------------------------------------------------------------
 
@@ -414,26 +383,6 @@ class Residence:
             return sum(padded(item.nbytes) for item in items.values())
         expected = self._expected.get((group, parameter.dtype, parameter.dim()))
         return padded(expected_bytes(expected, parameter, self.options.state_keys)) + 4 * padded(1)
-
-
-def lay_out(items: list[Item], start: int) -> int:
-    """Give items places in an arena as far apart as they are in host memory, so that neighbours travel together.
-
-    Returns
-    -------
-    int
-        Where the last one ends, in bytes.
-    """
-    at = start
-    last_end: int | None = None
-    for item in sorted(items, key=lambda item: item.address):
-        begin = item.address
-        gap = None if last_end is None else begin - last_end
-        # What lies between two neighbours is padding.
-        at = at + gap if gap is not None and 0 <= gap <= 2 * padded(1) else padded(at)
-        item.offset = at
-        at, last_end = at + item.nbytes, begin + item.nbytes
-    return padded(at)
 
 
 def _dense_like(value: torch.Tensor) -> torch.Tensor:

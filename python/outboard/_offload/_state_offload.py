@@ -73,7 +73,7 @@ class StateOffload:
             return
         walk, self._walk = self._walk, None
         walk.finish()
-        for carrier in self._residence.carriers:
+        for carrier in self._residence.carriers.all():
             carrier.end_step()
         self._steps += 1
         if self._steps == 1:
@@ -136,7 +136,7 @@ class StateOffload:
     def _settled(self) -> Residence | None:
         """Return where state lives, after a step that failed in the middle has been ended; None while off."""
         if self._residence is not None:
-            self._residence.check_process()
+            self._residence.carriers.check_process()
             if self._walk is not None:
                 walk, self._walk = self._walk, None
                 walk.abandon()
@@ -208,8 +208,7 @@ class StateOffload:
         residence = self._settled()
         if residence is None:
             return []
-        residence.settle()
-        return [buffer for carrier in residence.carriers for buffer in carrier.buffers()]
+        return residence.carriers.buffers()
 
     def places(self) -> dict[str, str]:
         """Return where each tensor of the state that travels is, by its name.

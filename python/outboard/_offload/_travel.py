@@ -17,6 +17,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return _sharded.local(tensor)
 
 
+#: Slots begin on cache lines, in an arena as in host memory.
+ALIGNMENT = 64
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes that a tensor takes in an arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements on this rank."""
     own = local(tensor)

@@ -8,44 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outboard._offload._batches import Batch, Plan
 from outboard._offload._carrier import Carrier
 from outboard._offload._stand_in import Group, GroupValues
 from outboard._offload._travel import Item, local
 
 if TYPE_CHECKING:
     from outboard._offload._residence import Entry, Residence
-
-
-@dataclass(eq=False)
-class Batch:
-    """State that is on the device at the same time."""
-
-    carrier: Carrier
-    #: Its place among the batches of its device.
-    index: int
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    #: Of the arena, as far as it is known.
-    nbytes: int = 0
-
-    @property
-    def which(self) -> int:
-        """The arena that it uses."""
-        return self.index % 2
-
-
-@dataclass(eq=False)
-class Plan:
-    """The batches of a step, in the order in which the optimizer comes to them."""
-
-    batches: list[Batch]
-    batch_of: dict[torch.Tensor, Batch]
-    #: The parameters of all groups when the plan was made, by identity.
-    order: list[int]
-
-    def after(self, batch: Batch) -> Iterator[Batch]:
-        """Yield the batches of the same device that follow."""
-        at = self.batches.index(batch) + 1
-        return (other for other in self.batches[at:] if other.carrier is batch.carrier)
 
 
 @dataclass(eq=False)

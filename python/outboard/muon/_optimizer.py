@@ -252,7 +252,7 @@ class Muon(Optimizer):
     def _begin_traffic(self, batches: Sequence[Batch]) -> HollowTraffic | None:
         if self._hollow is None:
             return None
-        self._hollow.check_process()
+        self._hollow.carriers.check_process()
         # What others have put into the state since the last step.
         self._hollow.keep_only(tensor for _, tensor in self._named_states())
         self._hollow.take(self._named_states())
@@ -344,14 +344,14 @@ class Muon(Optimizer):
 
     def host_buffers(self) -> list[torch.Tensor]:
         """Return the host memory that state is in: flat uint8 tensors, pinned where that can be; none while off."""
-        return [] if self._hollow is None else self._hollow.buffers()
+        return [] if self._hollow is None else self._hollow.carriers.buffers()
 
     # ---- Copies ----------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = self.state
         if self._hollow is not None:
-            self._hollow.settle()
+            self._hollow.carriers.settle()
             state = defaultdict(dict, state)
             for parameter, own in list(state.items()):
                 device = _sharded.local(parameter).device
@@ -397,7 +397,7 @@ def _guard(optimizer: Muon, when: str) -> bool:
 
 def _before_state_dict(optimizer: Any) -> None:
     if _guard(optimizer, "save"):
-        optimizer._hollow.settle()
+        optimizer._hollow.carriers.settle()
 
 
 def _after_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -453,7 +453,7 @@ def _after_load(optimizer: Any) -> None:
     if found is None or hollow is None:
         return
     before, loading = found
-    hollow.settle()
+    hollow.carriers.settle()
     for parameter, key, own in loading:
         tensor = before.get(parameter, {}).get(key)
         host = None if tensor is None else hollow.host_of(tensor)
