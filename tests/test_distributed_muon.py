@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -260,24 +261,22 @@ def test_the_same_bits_as_without(ranks: Run, size: int, kind: str, vectors: Any
     ranks(on_and_off, size, kind, vectors, toggles)
 
 
-def checkpointed(device: str, kind: str, vectors: Any) -> None:
+def checkpointed(device: str, kind: str, vectors: Any, folder: str, asks: bool) -> None:
     make_one = MAKERS[kind]
     outboard.muon.set_ns_compile(False)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     one, first, second = (Model(mesh, device, vectors) for _ in range(3))
     uninterrupted, saving, resumed = make_one(one), make_one(first), make_one(second)
     with with_lanes():
-        handle = turn_on(saving)
+        turn_on(saving)
         for seed in range(3):
             step(one, uninterrupted, seed)
             step(first, saving, seed)
         if isinstance(saving, outboard.Muon):
-            handle.turn_off_cpu_offload()
+            # Saved after it was turned off, or as it is where that was asked for.
+            (saving.turn_on_cpu_offload if asks else saving.turn_off_cpu_offload)(*[True] * asks)
         through_torch = copy.deepcopy(saving.state_dict())
-        saved = get_optimizer_state_dict(first, saving)
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
+        dcp.save({"optimizer": get_optimizer_state_dict(first, saving)}, checkpoint_id=folder)
 
         third = Model(mesh, device, vectors)
         deep = make_one(third)
@@ -285,10 +284,15 @@ def checkpointed(device: str, kind: str, vectors: Any) -> None:
             for target, source in zip(model.parameters(), first.parameters(), strict=True):
                 target.data.copy_(source.data)
         deep.load_state_dict(through_torch)
-        set_optimizer_state_dict(
-            second, resumed, torch.load(file, weights_only=False), options=StateDictOptions(strict=True)
-        )
-        turn_on(resumed)
+        if asks:
+            turn_on(resumed)
+            if isinstance(resumed, outboard.Muon):
+                resumed.turn_on_cpu_offload(checkpoint=True)
+        loaded = {"optimizer": get_optimizer_state_dict(second, resumed)}
+        dcp.load(loaded, checkpoint_id=folder)
+        set_optimizer_state_dict(second, resumed, loaded["optimizer"], options=StateDictOptions(strict=True))
+        if not asks:
+            turn_on(resumed)
         for seed in range(3, 6):
             step(one, uninterrupted, seed)
             step(second, resumed, seed)
@@ -299,6 +303,9 @@ def checkpointed(device: str, kind: str, vectors: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 @pytest.mark.parametrize(("size", "vectors"), [(1, VECTORS), (2, VECTORS), (8, ((3,), (5,), (128,)))])
-def test_checkpoints_go_on_with_the_same_bits(ranks: Run, size: int, vectors: Any, kind: str) -> None:
+@pytest.mark.parametrize("asks", [False, True], ids=["turned-off", "while-on"])
+def test_checkpoints_go_on_with_the_same_bits(
+    ranks: Run, size: int, vectors: Any, kind: str, asks: bool, tmp_path: Path
+) -> None:
     # Over eight ranks some own no matrix, and vectors are shorter than the ranks are many.
-    ranks(checkpointed, size, kind, vectors)
+    ranks(checkpointed, size, kind, vectors, str(tmp_path / "checkpoint"), asks)

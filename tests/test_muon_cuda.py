@@ -154,6 +154,39 @@ def test_a_step_takes_a_few_batches_of_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_the_first_step_makes_state_batch_by_batch(kind: str) -> None:
+    parameters = matrices(32, (1024, 1024))
+    optimizer, _ = make(kind, parameters)
+    torch.manual_seed(9)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    state = sum(p.numel() * 4 for p in parameters) * (1 if kind == "muon" else 2)
+    assert torch.cuda.max_memory_allocated() - before < state * 0.75
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_the_host_does_not_wait_for_the_device(kind: str) -> None:
+    parameters = matrices(8, (512, 1024))
+    optimizer, _ = make(kind, parameters)
+    for seed in range(3):
+        step(parameters, optimizer, seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(4_000_000_000)  # some two seconds of the device's clock
+    done.record()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    is_waited_for = done.query()
+    torch.cuda.synchronize()
+    assert not is_waited_for
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_deleting_frees_the_device_and_the_host_at_once(kind: str) -> None:
     parameters = matrices(8, (512, 1024))
     before = torch.cuda.memory_allocated()
