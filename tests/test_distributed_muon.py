@@ -51,7 +51,7 @@ def spread(tensors: list[torch.Tensor], mesh: Any, placements: Any) -> list[torc
 def give_gradients(plain: list[torch.Tensor], sharded: list[torch.nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(1000 + seed)
     for parameter, other in zip(plain, sharded, strict=True):
-        grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        grad = torch.randn(parameter.shape, generator=generator).to(parameter)
         parameter.grad = grad
         other.grad = distribute_tensor(grad.clone(), other.device_mesh, other.placements)  # type: ignore[attr-defined]
 
@@ -135,6 +135,30 @@ def test_gradients_that_only_some_ranks_have_are_refused(ranks: Run, request: py
     if "cuda" in request.node.name:
         pytest.skip("not looked for on CUDA: the host would wait for the device")
     ranks(gradients_on_some, 2)
+
+
+def fused_and_mixed(device: str, dim: int) -> None:
+    outboard.muon.set_ns_compile(False)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    # Borders of shards lie within the second of three parts; every second matrix is bf16.
+    plain = whole(((192, 64),) * 4, device)
+    plain = [
+        one.detach().to(torch.bfloat16 if i % 2 else torch.float32).requires_grad_() for i, one in enumerate(plain)
+    ]
+    sharded = spread(plain, mesh, [Shard(dim)])
+    theirs, ours = (
+        outboard.Muon([{"params": list(some), "use_muon": True, "split": 3}], lr=0.02) for some in (plain, sharded)
+    )
+    for seed in range(2):
+        give_gradients(plain, sharded, seed)
+        theirs.step()
+        ours.step()
+    assert_as_whole(plain, sharded, device)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fused_matrices_and_mixed_dtypes(ranks: Run, dim: int) -> None:
+    ranks(fused_and_mixed, 2, dim, at_least=1)
 
 
 def stacks_and_convolutions(device: str, dim: int) -> None:

@@ -198,6 +198,23 @@ def test_more_dimensions(shape: tuple[int, ...], flatten: bool | None, as_two: s
     assert torch.equal(whole[0], together.reshape(shape))
 
 
+def test_parts_of_a_fused_matrix() -> None:
+    fused = make(((48, 32),))
+    parts = [part.clone().requires_grad_() for part in fused[0].detach().chunk(3)]
+    theirs = torch.optim.Muon(parts, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    ours = outboard.Muon([{"params": fused, "use_muon": True, "split": 3}], lr=0.02)
+    for seed in range(2):
+        give_gradients(fused, seed)
+        assert fused[0].grad is not None
+        for part, grad in zip(parts, fused[0].grad.chunk(3), strict=True):
+            part.grad = grad.clone()
+        theirs.step()
+        ours.step()
+    assert torch.equal(fused[0], torch.cat(parts))
+    with pytest.raises(ValueError, match="not 5 matrices"):
+        outboard.Muon([{"params": fused, "use_muon": True, "split": 5}])
+
+
 # ---- Groups and arguments -------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,11 @@ class Entry:
         found: bool | None = self.group.get("flatten")
         return found
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """What matrices its tensor stands for: see `as_matrices`."""
+        return {"flatten": self.flatten, "split": self.group.get("split", 1)}
+
 
 @dataclass(eq=False)
 class Batch:
@@ -150,7 +155,7 @@ class Chunk(Batch):
             if isinstance(lr, torch.Tensor):
                 # On the device it is not waited for.
                 lr = lr.item() if lr.device.type == "cpu" else lr.to(weight.device)
-            rate = adjusted_lr(lr, group["adjust_lr"], matrix_shape(parameter.shape, entry.flatten))
+            rate = adjusted_lr(lr, group["adjust_lr"], matrix_shape(parameter.shape, **entry.form))
             weight.mul_(1 - lr * group["weight_decay"])
             if isinstance(rate, torch.Tensor):
                 weight.copy_(weight.float() - update.float() * rate)
@@ -173,14 +178,14 @@ def _orthogonal(entries: Sequence[Entry], wholes: Sequence[torch.Tensor]) -> lis
     results: list[torch.Tensor | None] = [None] * len(wholes)
     together: dict[Any, list[int]] = {}
     for index, (entry, whole) in enumerate(zip(entries, wholes, strict=True)):
-        matrices = as_matrices(whole, entry.flatten)
+        matrices = as_matrices(whole, **entry.form)
         coefficients = tuple(coefficients_of(entry.group))
         if matrices.ndim == 2 and matrices.numel() <= TOGETHER and can_be_together(matrices.device):
             together.setdefault((tuple(matrices.shape), coefficients, matrices.device), []).append(index)
         else:
             results[index] = orthogonalize(matrices, coefficients).reshape(whole.shape)
     for (_, coefficients, _), indices in together.items():
-        alike = [as_matrices(wholes[index], entries[index].flatten) for index in indices]
+        alike = [as_matrices(wholes[index], **entries[index].form) for index in indices]
         if len(alike) > 1:
             found = list(orthogonalize(torch.stack(alike), coefficients).unbind())
         else:
@@ -224,7 +229,7 @@ def cut(entries: Sequence[Entry], chunk_size: int) -> list[Batch]:
         loads = [0.0] * size
         for start in range(0, len(members), count):
             chunk = members[start : start + count]
-            costs = [cost_of(matrix_shape(entry.parameter.shape, entry.flatten)) for entry in chunk]
+            costs = [cost_of(matrix_shape(entry.parameter.shape, **entry.form)) for entry in chunk]
             batches.append(Chunk(chunk, way, owners(costs, size, loads) if way is not None else []))
     for members in adam.values():
         at, total = 0, 0

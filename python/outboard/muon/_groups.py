@@ -83,6 +83,7 @@ def check_group(group: Group) -> None:
             raise ValueError(f"adjust_lr must be one of {', '.join(ADJUSTMENTS)}, not {group['adjust_lr']!r}")
         if group.get("flatten") not in (None, True, False):
             raise ValueError(f"flatten must be None, True or False, not {group['flatten']!r}")
+        _check_count(group.get("split", 1), "split", 1)
     else:
         betas = group["adamw_betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -119,6 +120,9 @@ def check_parameter(parameter: torch.Tensor, group: Group, name: str) -> None:
             f"{name}: Muon updates matrices, and its shape is {tuple(parameter.shape)}: put it into a group with "
             "use_muon=False"
         )
+    split = group.get("split", 1)
+    if group["use_muon"] and split > 1 and (parameter.ndim != 2 or parameter.shape[0] % split):
+        raise ValueError(f"{name}: its shape {tuple(parameter.shape)} is not {split} matrices on top of each other")
 
 
 def names_of(group: Group) -> list[str] | None:
@@ -137,21 +141,23 @@ def names_of(group: Group) -> list[str] | None:
     return list(names)
 
 
-def as_matrices(tensor: torch.Tensor, flatten: bool | None) -> torch.Tensor:
+def as_matrices(tensor: torch.Tensor, flatten: bool | None, split: int = 1) -> torch.Tensor:
     """Return a tensor as the matrix, or the stack of matrices, that Muon takes it for.
 
     Three dimensions are a stack of matrices (experts), more are one matrix with a row for each index of the first
-    (convolutions). `flatten` decides otherwise.
+    (convolutions). `flatten` decides otherwise. A matrix may be `split` ones on top of each other.
     """
     if tensor.ndim == 2:
-        return tensor
+        return tensor if split == 1 else tensor.reshape(split, -1, tensor.shape[1])
     if flatten is None:
         flatten = tensor.ndim > 3
     return tensor.reshape(tensor.shape[0], -1) if flatten else tensor.reshape(-1, *tensor.shape[-2:])
 
 
-def matrix_shape(shape: torch.Size, flatten: bool | None) -> tuple[int, int]:
+def matrix_shape(shape: torch.Size, flatten: bool | None, split: int = 1) -> tuple[int, int]:
     """Return rows and columns of each of the matrices that a shape stands for."""
+    if len(shape) == 2:
+        return shape[0] // split, shape[1]
     if len(shape) > 2 and (len(shape) > 3 if flatten is None else flatten):
         return shape[0], math.prod(shape[1:])
     return shape[-2], shape[-1]

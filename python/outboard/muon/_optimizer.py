@@ -57,7 +57,8 @@ class Muon(Optimizer):
         Groups, each with ``use_muon``: True for matrices, False for what AdamW updates. `outboard.muon.param_groups`
         makes them. Optional in each: ``names``, one for each parameter; ``flatten`` for tensors of more than two
         dimensions: three are taken as a stack of matrices, more as one matrix with a row for each index of the first,
-        unless ``flatten`` is True or False.
+        unless ``flatten`` is True or False. ``split`` of fused matrices (3 of queries, keys and values): so many parts
+        of their rows are orthogonalised each by itself.
     lr : float or Tensor
     weight_decay : float
         Decoupled, for both kinds.
