@@ -575,6 +575,28 @@ def test_whoever_reads_state_waits_for_its_copy_home(lanes_device: LanesDevice) 
         assert {type(tensor) for tensor in held} == {torch.Tensor}
 
 
+@pytest.mark.cuda
+def test_parameters_that_move_take_their_state_along() -> None:
+    models = [make_model(LanesDevice("cuda")), make_model(LanesDevice("cuda"))]
+    optimizers = [torch.optim.AdamW(model.parameters(), foreach=True) for model in models]
+    handle = outboard.offload_state(optimizers[1], batches=2)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 1)
+        model.cpu()
+        for state in optimizer.state.values():
+            state.update({key: value.cpu() for key, value in state.items()})
+        train(model, optimizer, 1, seed=2)
+    assert handle.places() == {}
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.cuda()
+        for state in optimizer.state.values():
+            state.update({key: value.cuda() for key, value in state.items() if key != "step"})
+        train(model, optimizer, 1, seed=3)
+    assert set(handle.places().values()) <= {"host", "d2h"}
+    assert len(handle.places()) == 12
+    assert_same_weights(*models)
+
+
 def test_groups_may_be_added(lanes_device: LanesDevice) -> None:
     models = [make_model(lanes_device), make_model(lanes_device)]
     for index, model in enumerate(models):

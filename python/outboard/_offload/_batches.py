@@ -100,8 +100,8 @@ class Plan:
 
     batches: list[Batch]
     batch_of: dict[torch.Tensor, Batch]
-    #: The parameters of all groups when the plan was made, by identity.
-    order: list[int]
+    #: The parameters of all groups when the plan was made, by identity, and their devices.
+    order: list[tuple[int, torch.device]]
 
     def after(self, batch: Batch) -> Iterator[Batch]:
         """Yield the batches of the same device that follow."""

@@ -52,6 +52,8 @@ class Residence:
         self._items: dict[torch.Tensor, dict[str, Item]] = {}
         self.carriers = Carriers(self._kind, threads=options.threads, pin=options.pin, keep_arenas=options.packed)
         self._expected: dict[tuple[int, torch.dtype, int], Expected | None] = {}
+        #: What carries each item.
+        self._home: dict[Item, Carrier] = {}
         #: Why tensors stay on the device, by parameter and key.
         self._reasons: dict[tuple[torch.Tensor, str], str] = {}
         self._plan: Plan | None = None
@@ -92,17 +94,17 @@ class Residence:
         for _, item in self.all_items():
             item.forget()
         self._items.clear()
+        self._home.clear()
         self.carriers.close()
         self._plan = None
 
     def places(self) -> dict[str, str]:
         """Return where each item is, by its name."""
         found: dict[str, str] = {}
-        for parameter, item in self.all_items():
-            carrier = self.carrier_for(parameter)
-            assert carrier is not None
+        for carrier in self.carriers.all():
             carrier.shuttle.poll()
-            found[item.name] = carrier.shuttle.places([item.slot])[0]
+        for _, item in self.all_items():
+            found[item.name] = self._home[item].shuttle.places([item.slot])[0]
         return found
 
     def stats(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -125,6 +127,7 @@ class Residence:
         for (parameter, key, value), name, slot in zip(wanted, names, slots, strict=True):
             item = make_item(name, key, value, slot, carrier.shuttle)
             self._items.setdefault(parameter, {})[key] = item
+            self._home[item] = carrier
             self._reasons.pop((parameter, key), None)
             made.append(item)
         self._plan = None
@@ -140,6 +143,8 @@ class Residence:
         if items:
             carrier.settle()
             carrier.shuttle.free([item.slot for item in items])
+            for item in items:
+                del self._home[item]
 
     def put(self, values: Sequence[Entry]) -> None:
         """Give host slots these values, of any device: over what is there, or in new slots where that does not fit."""
@@ -150,14 +155,15 @@ class Residence:
             assert carrier is not None
             item = self.items_of(parameter).get(key)
             own = local(value)
-            if item is not None and (item.dtype, item.shape) == (own.dtype, own.shape):
+            fits = item is not None and (item.dtype, item.shape) == (own.dtype, own.shape)
+            if item is not None and fits and self._home[item] is carrier:
                 # A copy that was given up may still read there.
                 carrier.shuttle.settle([item.slot])
                 local(item.host).copy_(own)
                 self.state.raw(parameter)[key] = item.host
                 continue
             if item is not None:
-                self.free(carrier, [self.forget(parameter, key)])
+                self._drop(parameter, key)
             new.setdefault(carrier, []).append((parameter, key, value))
         for carrier, wanted in new.items():
             wanted.sort(key=lambda one: str(one[2].dtype))
@@ -183,18 +189,25 @@ class Residence:
         self.put(values)
 
     def _drop(self, parameter: torch.Tensor, key: str) -> None:
-        carrier = self.carrier_for(parameter)
-        assert carrier is not None
-        self.free(carrier, [self.forget(parameter, key)])
+        item = self.forget(parameter, key)
+        self.free(self._home[item], [item])
 
     def adopt(self) -> None:
-        """Take over what others have put into the state, or have taken out of it."""
+        """Take over what others have put into the state, or have taken out of it, and follow parameters elsewhere."""
         foreign = []
         for parameter, items in list(self._items.items()):
             state = dict.get(self.state, parameter, {})
+            carrier = self.carrier_for(parameter)
             for key, item in list(items.items()):
                 value = state.get(key)
                 if value is item.host:
+                    if self._home[item] is carrier:
+                        continue
+                    # The parameter is on another device now.
+                    self.settle()
+                    value = state[key] = rewrap(local(item.host).clone(), item.host)
+                if carrier is None:
+                    self._drop(parameter, key)
                     continue
                 if isinstance(value, torch.Tensor) and self.is_for_host(key, value):
                     foreign.append((parameter, key, value))
@@ -349,7 +362,7 @@ class Residence:
     def plan(self, optimizer: torch.optim.Optimizer) -> Plan:
         """Return the batches of a step: those of the last one unless something has changed."""
         groups = optimizer.param_groups
-        order = [id(parameter) for group in groups for parameter in group["params"]]
+        order = [(id(parameter), local(parameter).device) for group in groups for parameter in group["params"]]
         if self._plan is not None and self._plan.order == order:
             return self._plan
         self._names.update(_names(groups))
