@@ -566,6 +566,24 @@ def test_the_same_bits_as_without(
     assert [hazard for carrier in ours._hollow.carriers.all() for hazard in carrier.shuttle.hazards()] == []
 
 
+def test_first_states_go_home_through_arenas_that_are_still_leaving(
+    simulated: LanesDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Products would give the copies time.
+    monkeypatch.setattr("outboard.muon._chunks.orthogonalize", lambda matrices, _: matrices.bfloat16())
+    shapes = ((512, 512),) * 8
+    for order in range(4):
+        monkeypatch.setattr("outboard._lanes.LaneOptions.simulate", order)
+        one, other = make(shapes), make(shapes)
+        theirs, ours = muon(one, chunk_size=1), muon(other, chunk_size=1)
+        ours.turn_on_cpu_offload()
+        step(one, theirs, 0)
+        step(other, ours, 0)
+        ours.turn_off_cpu_offload()
+        for left, right in zip(one, other, strict=True):
+            assert torch.equal(theirs.state[left]["momentum_buffer"], ours.state[right]["momentum_buffer"])
+
+
 def test_toggled_every_second_step(simulated: LanesDevice) -> None:
     one, theirs = twins(False)
     other, ours = twins(False)
