@@ -368,7 +368,27 @@ class Collecting(Counting):
             parameter.data.sub_(state.add_(parameter.grad))
 
 
-@pytest.mark.parametrize("kind", [TwoPasses, Collecting])
+class Peeking(Counting):
+    """Looks at the state of the parameter behind, and of the one before, which may be in other batches."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [parameter for group in self._groups_at_rest() for parameter in group["params"]]
+        number = {id(parameter): index for index, parameter in enumerate(every)}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                index = number[id(parameter)]
+                state = self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+                state.add_(parameter.grad)
+                for other in (every[index - 1], every[(index + 1) % len(every)]):
+                    beside = self.state[other].setdefault("sum", torch.zeros_like(other))
+                    beside.mul_(0.9)
+                    parameter.data.sub_(beside.mean())
+
+    def _groups_at_rest(self) -> list[dict[str, Any]]:
+        return [self.param_groups[index] for index in range(len(self.param_groups))]
+
+
+@pytest.mark.parametrize("kind", [TwoPasses, Collecting, Peeking])
 def test_optimizers_that_do_not_go_group_by_group(lanes_device: LanesDevice, kind: type[Counting]) -> None:
     plain, offloaded = make_model(lanes_device), make_model(lanes_device)
     theirs, ours = kind(plain.parameters()), kind(offloaded.parameters())

@@ -129,7 +129,9 @@ class StateWalk:
     # ---- Batches ---------------------------------------------------------------------------------------------------
 
     def _due(self, batch: Batch) -> list[torch.Tensor]:
-        return [parameter for parameter in batch.parameters if parameter.grad is not None]
+        return [
+            parameter for parameter in batch.parameters if parameter.grad is not None and parameter not in self._apart
+        ]
 
     def _bring(self, batch: Batch) -> bool:
         """Start a batch's copies; says whether there is anything to do in it."""
@@ -178,7 +180,8 @@ class StateWalk:
             return
         if batch in self._there:
             load = self._there.pop(batch)
-            born = self._settle_states(batch.carrier, batch.parameters, load)
+            own = [parameter for parameter in batch.parameters if parameter not in self._apart]
+            born = self._settle_states(batch.carrier, own, load)
             if load.views:
                 if self._residence.options.packed:
                     batch.carrier.send(list(load.views), batch.which)
@@ -216,8 +219,10 @@ class StateWalk:
 
     def _bring_apart(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Bring a parameter's state out of turn, into memory of its own, until the step is over."""
-        carrier = self._plan.batch_of[parameter].carrier
-        items = self._residence.items_of(parameter)
+        batch = self._plan.batch_of[parameter]
+        carrier, items = batch.carrier, self._residence.items_of(parameter)
+        # On its way already, with its batch: that comes when its turn does.
+        carrier.discard(list(self._coming.pop(batch, _Load()).views))
         load = _Load(carrier.bring_apart(list(items.values())) if items else {})
         if items:
             carrier.arrive(list(items.values()))
