@@ -141,14 +141,37 @@ def test_singular_values_come_near_one(shape: tuple[int, ...]) -> None:
     assert values.max() < 1.3
 
 
+@given(count=st.integers(2, 5), rows=st.integers(1, 40), columns=st.integers(1, 40), stacked=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_a_matrix_has_the_same_bits_whatever_is_stepped_beside_it(
+    count: int, rows: int, columns: int, stacked: bool
+) -> None:
+    one, other = make(((rows, columns),) * count), make(((rows, columns),) * count)
+    give_gradients(one, 0)
+    give_gradients(other, 0)
+    if stacked:
+        # A stack of matrices is each of them, too.
+        stack = torch.stack([parameter.detach() for parameter in one]).requires_grad_()
+        stack.grad = torch.stack([parameter.grad for parameter in one if parameter.grad is not None])
+        muon([stack]).step()
+        one = list(stack.detach().unbind())
+    else:
+        muon(one).step()
+    for parameter in other:
+        muon([parameter]).step()
+    assert_same(one, other)
+
+
 @given(count=st.integers(2, 5), rows=st.integers(1, 40), columns=st.integers(1, 40))
 @settings(max_examples=25, deadline=None)
-def test_matrices_together_have_the_bits_of_each_alone(count: int, rows: int, columns: int) -> None:
+def test_matrices_together_are_about_each_alone(count: int, rows: int, columns: int) -> None:
+    # As they go on CUDA when compiled: products of several at once may add up in another order.
     torch.manual_seed(rows * 41 + columns)
     stack = torch.randn(count, rows, columns)
     together = orthogonalize(stack, [COEFFICIENTS] * 5)
     for index in range(count):
-        assert torch.equal(together[index], orthogonalize(stack[index], [COEFFICIENTS] * 5))
+        alone = orthogonalize(stack[index], [COEFFICIENTS] * 5)
+        torch.testing.assert_close(together[index], alone, rtol=0, atol=0.05)
 
 
 def test_coefficients_of_each_step() -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from outboard import _sharded
 from outboard._offload._batches import lay_out
 from outboard._offload._carrier import Carrier, Carriers, can_offload
-from outboard._offload._travel import Item, local, make_item, nbytes, padded
+from outboard._offload._travel import Item, is_dense, local, make_item, nbytes, padded
 from outboard._pending import HARMLESS
 
 #: What may be asked of a tensor whose values are elsewhere.
@@ -65,7 +64,6 @@ class _Tenant:
         # What the tensor is over while its values are elsewhere. Its own storage may be a checkpoint's, too.
         self._shell = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
         self._shell.untyped_storage().resize_(0)
-        self.item.host = _sharded.like(local(item.host), tensor) if _sharded.is_sharded(tensor) else item.host
 
     def enter(self, memory: torch.Tensor) -> None:
         """Give the tensor memory on the device."""
@@ -174,7 +172,7 @@ class HollowStates:
 
 def _can_leave(tensor: torch.Tensor) -> bool:
     own = local(tensor)
-    return tensor.dim() > 0 and own.numel() > 0 and own.is_floating_point() and can_offload(tensor)
+    return tensor.dim() > 0 and own.numel() > 0 and own.is_floating_point() and is_dense(own) and can_offload(tensor)
 
 
 class HollowTraffic:

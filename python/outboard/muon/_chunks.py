@@ -182,8 +182,11 @@ def _orthogonal(entries: Sequence[Entry], wholes: Sequence[torch.Tensor]) -> lis
         coefficients = tuple(coefficients_of(entry.group))
         if matrices.ndim == 2 and matrices.numel() <= TOGETHER and can_be_together(matrices.device):
             together.setdefault((tuple(matrices.shape), coefficients, matrices.device), []).append(index)
-        else:
+        elif matrices.ndim == 2 or can_be_together(matrices.device):
             results[index] = orthogonalize(matrices, coefficients).reshape(whole.shape)
+        else:
+            each = [orthogonalize(matrix, coefficients) for matrix in matrices.unbind()]
+            results[index] = (torch.stack(each) if each else matrices.bfloat16()).reshape(whole.shape)
     for (_, coefficients, _), indices in together.items():
         alike = [as_matrices(wholes[index], **entries[index].form) for index in indices]
         if len(alike) > 1:

@@ -41,10 +41,10 @@ def ns_compile() -> bool:
 def can_be_together(device: torch.device) -> bool:
     """Whether matrices of the same shape may be orthogonalised in one call.
 
-    In host memory products of several matrices at once have the bits of each alone. CUDA's may add up in another order:
-    with compilation off, bits are those of `torch.optim.Muon`, and matrices go one by one.
+    Products of several matrices at once may add up in another order than those of each alone, on the CPU too (seen of
+    small ones). With compilation off, bits are those of `torch.optim.Muon`, and matrices go one by one.
     """
-    return device.type != "cuda" or (_is_compiled and not _has_failed)
+    return device.type == "cuda" and _is_compiled and not _has_failed
 
 
 def _iterate(x: torch.Tensor, coefficients: Sequence[Triple]) -> torch.Tensor:
