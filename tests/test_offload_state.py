@@ -662,6 +662,8 @@ def test_bad_arguments(lanes_device: LanesDevice) -> None:
         outboard.offload_state(model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"outboard.AdamW is on the host already"):
         outboard.offload_state(outboard.AdamW(model.parameters()))
+    with pytest.raises(TypeError, match="turn_on_cpu_offload"):
+        outboard.offload_state(outboard.Muon([{"params": [model[0].weight], "use_muon": True}]))
     with pytest.raises(ValueError, match="not both"):
         outboard.offload_state(make(), batches=1, batch_bytes=1)
     for options in ({"batches": 0}, {"batch_bytes": -1}, {"min_numel": -1}, {"pin": "maybe"}):

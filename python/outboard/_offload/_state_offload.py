@@ -289,7 +289,8 @@ def offload_state(
     Raises
     ------
     TypeError
-        For something that is not a torch optimizer; for one of `outboard`'s, whose state is on the host already.
+        For something that is not a torch optimizer; for `outboard`'s own, whose state is on the host already, or goes
+        there by `turn_on_cpu_offload`.
     ValueError
         For counts that are not positive, both `batches` and `batch_bytes`, and for an entry of `state_keys` that no
         state has: now where that can be known, else after the first step.
@@ -300,6 +301,8 @@ def offload_state(
         raise TypeError(f"offload_state takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, BaseOptimizer):
         raise TypeError(f"the state of outboard.{type(optimizer).__name__} is on the host already")
+    if hasattr(optimizer, "turn_on_cpu_offload"):
+        raise TypeError(f"outboard.{type(optimizer).__name__} does this by itself: call its turn_on_cpu_offload()")
     if optimizer in _offloads:
         raise RuntimeError("this optimizer's state is offloaded already: use the handle that offload_state returned")
     if batches is not None and batch_bytes is not None:
