@@ -148,10 +148,13 @@ def as_matrices(tensor: torch.Tensor, flatten: bool | None, split: int = 1) -> t
     (convolutions). `flatten` decides otherwise. A matrix may be `split` ones on top of each other.
     """
     if tensor.ndim == 2:
-        return tensor if split == 1 else tensor.reshape(split, -1, tensor.shape[1])
+        return tensor if split == 1 else tensor.reshape(split, tensor.shape[0] // split, tensor.shape[1])
     if flatten is None:
         flatten = tensor.ndim > 3
-    return tensor.reshape(tensor.shape[0], -1) if flatten else tensor.reshape(-1, *tensor.shape[-2:])
+    # Written out: of no elements, torch cannot tell a size of -1.
+    if flatten:
+        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
 
 
 def matrix_shape(shape: torch.Size, flatten: bool | None, split: int = 1) -> tuple[int, int]:
@@ -167,7 +170,8 @@ def adjusted_lr(lr: Any, how: str, shape: tuple[int, int]) -> Any:
     """Return the learning rate for matrices of a shape, as `torch.optim.Muon` defines it."""
     rows, columns = shape
     if how == "original":
-        return lr * math.sqrt(max(1.0, rows / columns))
+        # Of no columns there is nothing to scale.
+        return lr * math.sqrt(max(1.0, rows / max(columns, 1)))
     return lr * (0.2 * math.sqrt(max(rows, columns)))
 
 
