@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import outboard
@@ -135,6 +135,27 @@ def test_gradients_that_only_some_ranks_have_are_refused(ranks: Run, request: py
     if "cuda" in request.node.name:
         pytest.skip("not looked for on CUDA: the host would wait for the device")
     ranks(gradients_on_some, 2)
+
+
+def meshes_of_some(device: str) -> None:
+    outboard.muon.set_ns_compile(False)
+    pair, everyone = DeviceMesh(device, [0, 1]), DeviceMesh(device, [0, 1, 2])
+    plain = whole(((16, 24), (24, 16)), device)
+    sharded = spread(plain[:1], pair, [Shard(0)]) + spread(plain[1:], everyone, [Shard(1)])
+    theirs, ours = make(list(plain), []), make(list(sharded), [])
+    for seed in range(2):
+        give_gradients(plain, sharded, seed)
+        if dist.get_rank() == 2:
+            sharded[0].grad = None
+        theirs.step()
+        ours.step()
+    for one, other in zip(plain, sharded, strict=True):
+        if other.device_mesh.get_coordinate() is not None:  # type: ignore[attr-defined]
+            torch.testing.assert_close(one, other.full_tensor())  # type: ignore[attr-defined]
+
+
+def test_a_mesh_that_a_rank_is_not_in(ranks: Run) -> None:
+    ranks(meshes_of_some, 3)
 
 
 def fused_and_mixed(device: str, dim: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import outboard
-from outboard.muon import set_ns_compile
+from outboard.muon import _newton_schulz, orthogonalize, set_ns_compile
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +57,62 @@ def test_a_rate_in_a_tensor_for_memory_with_gaps() -> None:
     assert torch.equal(*results)
     assert torch.equal(results[0][:, :8], torch.ones(8, 8))
     assert not torch.equal(results[0][:, 8:56], torch.ones(8, 48))
+
+
+@pytest.mark.parametrize("logit", [123.4, 150.0, 1000.0])
+def test_factors_of_clipping_are_not_rounded_to_bf16(logit: float) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(256, 256).bfloat16()
+    parameter = torch.nn.Parameter(values.clone())
+    optimizer = outboard.Muon(
+        [{"params": [parameter], "use_muon": True, "names": ["layers.0.q_proj.weight"]}],
+        clip_config={"q_indices": [0], "k_indices": [0], "head_dim": 256, "threshold": 100.0},
+    )
+    optimizer.step(qk_logits={0: torch.tensor([logit])})
+    factor = (100 / logit) ** 0.5
+    ratio = parameter.detach().double().norm() / values.double().norm()
+    assert ratio.item() == pytest.approx(factor, rel=2e-4)
+
+
+def test_running_out_of_memory_is_no_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(_newton_schulz, "_function", lambda *_: fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        orthogonalize(torch.ones(4, 4), [_newton_schulz.COEFFICIENTS])
+    assert not _newton_schulz._has_failed
+
+
+def test_any_number_of_shapes_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
+    monkeypatch.setattr(_newton_schulz, "_compiled", {})
+    set_ns_compile(True)
+    coefficients = [_newton_schulz.COEFFICIENTS] * 2
+    cuda = torch.device("cuda")
+    shapes = [(4 + rows, 40) for rows in range(12)] + [(3, 4, 40)]
+    for _ in range(2):
+        for shape in shapes:
+            x = torch.ones(shape, dtype=torch.bfloat16)
+            function = _newton_schulz._function(cuda, x.shape, coefficients)
+            assert torch.equal(function(x, coefficients), _newton_schulz._iterate(x, coefficients))
+    assert len(graphs) == len(shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("lr", [1e-3, 3e-4, 0.0123, 0.77])
+def test_rates_in_tensors_have_the_bits_of_torch(lr: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values, grad = torch.randn(2, 48, 32).to(dtype).unbind()
+    one, other = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.clone())
+    one.grad, other.grad = grad.clone(), grad.clone()
+    torch.optim.Muon([one], lr=torch.tensor(lr), adjust_lr_fn="match_rms_adamw").step()
+    outboard.Muon([{"params": [other], "use_muon": True}], lr=torch.tensor(lr)).step()
+    assert torch.equal(one, other)

@@ -22,7 +22,7 @@ def step(parameters: list[torch.Tensor], states: list[dict[str, Any]], group: di
         by_device.setdefault(one[0].device, []).append(one)
     beta1, beta2 = group["adamw_betas"]
     for device, theirs in by_device.items():
-        # torch's fused kernel on the CPU writes past rows of memory with gaps, and its other one takes no tensors as lr.
+        # torch's fused kernel on the CPU writes past rows of memory with gaps; its other one takes no tensor as lr.
         is_fused = device.type in ("cuda", "cpu") and all(is_dense(own) for own, _, _ in theirs)
         steps = _steps([state["step"] - 1 for _, _, state in theirs], device if is_fused else torch.device("cpu"))
         grads = []

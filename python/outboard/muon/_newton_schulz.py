@@ -5,12 +5,17 @@ The quintic and its coefficients are Keller Jordan's (https://kellerjordan.githu
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 Triple = tuple[float, float, float]
+
+#: Takes matrices and the coefficients of each step.
+Iteration = Callable[[torch.Tensor, Sequence[Triple]], torch.Tensor]
 
 #: The coefficients of X -> aX + b(XX')X + c(XX')^2 X.
 COEFFICIENTS: Triple = (3.4445, -4.775, 2.0315)
@@ -19,7 +24,8 @@ COEFFICIENTS: Triple = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
 
 _is_compiled = True
-_compiled: Callable[[torch.Tensor, Sequence[Triple]], torch.Tensor] | None = None
+#: What was compiled, by the shape and the coefficients.
+_compiled: dict[Any, Iteration] = {}
 _has_failed = False
 
 
@@ -62,13 +68,16 @@ def _iterate(x: torch.Tensor, coefficients: Sequence[Triple]) -> torch.Tensor:
     return x
 
 
-def _function(device: torch.device) -> Callable[[torch.Tensor, Sequence[Triple]], torch.Tensor]:
-    global _compiled
+def _function(device: torch.device, shape: torch.Size, coefficients: Sequence[Triple]) -> Iteration:
     if not _is_compiled or _has_failed or device.type != "cuda":
         return _iterate
-    if _compiled is None:
-        _compiled = torch.compile(_iterate, dynamic=False)
-    return _compiled
+    key = shape, tuple(coefficients)
+    if key not in _compiled:
+        # torch compiles a code object for eight shapes and runs the others eagerly, with a line in the log. A copy of it
+        # for each has no such limit.
+        copy = types.FunctionType(_iterate.__code__.replace(), _iterate.__globals__, _iterate.__name__)
+        _compiled[key] = torch.compile(copy, dynamic=False)
+    return _compiled[key]
 
 
 def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[Triple]) -> torch.Tensor:
@@ -95,11 +104,11 @@ def orthogonalize(matrices: torch.Tensor, coefficients: Sequence[Triple]) -> tor
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT
-    function = _function(x.device)
+    function = _function(x.device, x.shape, coefficients)
     try:
         x = function(x, coefficients)
     except Exception as error:
-        if function is _iterate:
+        if function is _iterate or isinstance(error, torch.OutOfMemoryError):
             raise
         # Without a compiler, say.
         warnings.warn(

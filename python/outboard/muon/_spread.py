@@ -212,6 +212,8 @@ def check_agreement(parameters: Sequence[torch.Tensor], names: Sequence[str]) ->
     for index, parameter in enumerate(parameters):
         if _sharded.is_sharded(parameter) and _sharded.local(parameter).device.type == "cpu":
             spec: Any = parameter._spec  # type: ignore[attr-defined]
+            if spec.mesh.get_coordinate() is None:
+                continue  # this rank has nothing of it
             for dim, placement in enumerate(spec.placements):
                 if not placement.is_replicate():
                     group = spec.mesh.get_group(dim)
