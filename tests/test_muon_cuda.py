@@ -186,6 +186,28 @@ def test_the_host_does_not_wait_for_the_device(kind: str) -> None:
     assert not is_waited_for
 
 
+def test_rates_on_the_device_are_not_waited_for() -> None:
+    lr = torch.tensor(0.02, device="cuda")
+    steps = []
+    for rate in (lr, 0.02):
+        parameters = matrices(4, (64, 128))
+        vector = torch.ones(256, device="cuda", requires_grad=True)
+        groups = [{"params": parameters, "use_muon": True}, {"params": [vector], "use_muon": False}]
+        optimizer = outboard.Muon(groups, lr=rate)
+        step([*parameters, vector], optimizer, 0)
+        for parameter in (*parameters, vector):
+            parameter.grad = torch.ones_like(parameter)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        steps.append([*parameters, vector])
+    for one, other in zip(*steps, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_deleting_frees_the_device_and_the_host_at_once(kind: str) -> None:
     parameters = matrices(8, (512, 1024))

@@ -153,13 +153,16 @@ class Chunk(Batch):
             weight = _sharded.local(parameter)
             lr = group["lr"]
             if isinstance(lr, torch.Tensor):
-                # On the device it is not waited for.
-                lr = lr.item() if lr.device.type == "cpu" else lr.to(weight.device)
+                lr = lr.squeeze()
+                # On the device it is not waited for. In host memory arithmetic is that of tensors, as torch's.
+                lr = lr if lr.device.type == "cpu" else lr.to(weight.device)
             rate = adjusted_lr(lr, group["adjust_lr"], matrix_shape(parameter.shape, **entry.form))
             weight.mul_(1 - lr * group["weight_decay"])
-            if isinstance(rate, torch.Tensor):
-                weight.copy_(weight.float() - update.float() * rate)
+            if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                weight.copy_(weight.to(wide) - update.to(wide) * rate)
             else:
+                rate = float(rate)
                 weight.add_(update, alpha=-rate)
             # Not seen by autograd otherwise, of a DTensor.
             if weight is not parameter:

@@ -28,6 +28,8 @@ def _check_number(group: Group, key: str, *, below: float = math.inf) -> None:
     value = group[key]
     if not _is_number(value):
         raise TypeError(f"{key} must be a number, not {value!r}")
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return  # the host would wait for the device, in each step
     if not 0.0 <= float(value) < below:
         raise ValueError(f"Invalid {key}: {value}" + (f" (from 0 to below {below:g})" if below < math.inf else ""))
 
