@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +118,59 @@ def test_rates_in_tensors_have_the_bits_of_torch(lr: float, dtype: torch.dtype) 
     torch.optim.Muon([one], lr=torch.tensor(lr), adjust_lr_fn="match_rms_adamw").step()
     outboard.Muon([{"params": [other], "use_muon": True}], lr=torch.tensor(lr)).step()
     assert torch.equal(one, other)
+
+
+def _trained(*groups: tuple[bool, tuple[int, ...]]) -> outboard.Muon:
+    optimizer = outboard.Muon([{"params": [ones(*shape)], "use_muon": use_muon} for use_muon, shape in groups])
+    optimizer.step()
+    return optimizer
+
+
+def _other_shape(_: dict[str, Any]) -> dict[str, Any]:
+    return _trained((True, (8, 4)), (False, (6,))).state_dict()
+
+
+def _other_kinds(_: dict[str, Any]) -> dict[str, Any]:
+    return _trained((False, (4, 4)), (True, (6, 1))).state_dict()
+
+
+def _no_kinds(state_dict: dict[str, Any]) -> dict[str, Any]:
+    for group in state_dict["param_groups"]:
+        del group["use_muon"]
+    return state_dict
+
+
+def _no_second_moment(state_dict: dict[str, Any]) -> dict[str, Any]:
+    del state_dict["state"][1]["moment2"]
+    return state_dict
+
+
+def _bad_momentum(state_dict: dict[str, Any]) -> dict[str, Any]:
+    state_dict["param_groups"][0]["momentum"] = -1.0
+    return state_dict
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_other_shape, r"momentum_buffer of parameter 0 of group 0 is \(8, 4\) .* \(4, 4\)"),
+        (_other_kinds, "Muon updates matrices"),
+        (_no_kinds, "use_muon"),
+        (_no_second_moment, "moment2 of parameter 0 of group 1 is missing"),
+        (_bad_momentum, "momentum"),
+    ],
+)
+def test_checkpoints_that_do_not_fit_change_nothing(change: Any, message: str) -> None:
+    optimizer = _trained((True, (4, 4)), (False, (6,)))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(change(copy.deepcopy(before)))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(after["state"][index][key]), torch.as_tensor(value))
+    optimizer.load_state_dict(before)
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    optimizer.step()

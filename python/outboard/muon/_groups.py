@@ -248,3 +248,40 @@ def check_gradient(parameter: torch.Tensor, name: str) -> None:
         raise RuntimeError(f"{name}: Muon does not support sparse gradients (its layout is {grad.layout})")
     if _sharded.is_sharded(parameter) != _sharded.is_sharded(grad):
         raise RuntimeError(f"{name}: of the parameter and its gradient, one is a DTensor and the other is not")
+
+
+def check_loaded(groups: list[Group], state_dict: dict[str, Any], names: list[list[str]]) -> None:
+    """Refuse a state dict that these groups could not be stepped with; torch looks at the number of parameters only.
+
+    Parameters
+    ----------
+    groups : list of dict
+        The optimizer's.
+    state_dict : dict
+        As of `Muon.state_dict`.
+    names : list of list of str
+        Of the parameters of each group.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    saved = state_dict["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
+        return  # torch says so
+    for group, own, theirs in zip(groups, names, saved, strict=True):
+        check_group(theirs)
+        for parameter, name, index in zip(group["params"], own, theirs["params"], strict=True):
+            check_parameter(parameter, theirs, name)
+            state = state_dict["state"].get(index, {})
+            for key in ("momentum_buffer",) if theirs["use_muon"] else ("moment1", "moment2"):
+                value = state.get(key)
+                if value is None and not state:
+                    continue
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+                # A rank's own part of a DTensor, or the whole.
+                if shape not in (tuple(parameter.shape), tuple(_sharded.local(parameter).shape)):
+                    raise ValueError(
+                        f"{key} of {name} is {'missing' if value is None else shape} in what is loaded, and the "
+                        f"parameter is {tuple(parameter.shape)}"
+                    )

@@ -73,8 +73,8 @@ def _function(device: torch.device, shape: torch.Size, coefficients: Sequence[Tr
         return _iterate
     key = shape, tuple(coefficients)
     if key not in _compiled:
-        # torch compiles a code object for eight shapes and runs the others eagerly, with a line in the log. A copy of it
-        # for each has no such limit.
+        # torch compiles a code object for eight shapes and runs the others eagerly, with a line in the log. A copy for
+        # each has no such limit.
         copy = types.FunctionType(_iterate.__code__.replace(), _iterate.__globals__, _iterate.__name__)
         _compiled[key] = torch.compile(copy, dynamic=False)
     return _compiled[key]

@@ -418,7 +418,10 @@ def _after_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def _before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    if not _guard(optimizer, "load"):
+    is_on_host = _guard(optimizer, "load")
+    names = [optimizer._names(group, index) for index, group in enumerate(optimizer.param_groups)]
+    _groups.check_loaded(optimizer.param_groups, state_dict, names)
+    if not is_on_host:
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
