@@ -607,6 +607,22 @@ def test_first_states_go_home_through_arenas_that_are_still_leaving(
             assert torch.equal(theirs.state[left]["momentum_buffer"], ours.state[right]["momentum_buffer"])
 
 
+def test_first_states_beside_states_that_are_there_already(simulated: LanesDevice) -> None:
+    # A larger matrix has its first gradient late: its state is made while the next batch lies in the other arena.
+    shapes = ((64, 64), (96, 96), (256, 128), (64, 64))
+    one, other = make(shapes), make(shapes)
+    theirs, ours = muon(one[:3], one[3:], chunk_size=1), muon(other[:3], other[3:], chunk_size=1)
+    ours.turn_on_cpu_offload()
+    for seed in range(4):
+        for parameters, optimizer in ((one, theirs), (other, ours)):
+            give_gradients(parameters, seed)
+            if seed < 2:
+                parameters[2].grad = None
+            optimizer.step()
+        assert_same(one, other)
+    assert set(storages(ours)) == {0}
+
+
 def test_toggled_every_second_step(simulated: LanesDevice) -> None:
     one, theirs = twins(False)
     other, ours = twins(False)

@@ -236,7 +236,14 @@ class HollowTraffic:
         carrier.shuttle.bear([item.slot for item in items])
         # By way of an arena: what the optimizer has allocated goes back at once, in the order of the stream, and the
         # device's memory does not grow with what is still on its way.
-        carrier.arena_bytes = max(carrier.arena_bytes, sum(padded(item.nbytes) + padded(1) for item in items))
+        needed = sum(padded(item.nbytes) + padded(1) for item in items)
+        if needed > carrier.arena_bytes and any(carrier in coming for coming in self._coming.values()):
+            # Others lie in the arenas, which cannot be exchanged now.
+            carrier.send_apart({tenant.item: tenant.tensor for tenant in tenants})
+            for tenant in tenants:
+                tenant.leave()
+            return
+        carrier.arena_bytes = max(carrier.arena_bytes, needed)
         lay_out(items, 0)
         carrier.claim(which)
         arena = carrier.arena(which)
