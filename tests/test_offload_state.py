@@ -157,6 +157,28 @@ def test_lbfgs_keeps_what_it_can_on_the_host(lanes_device: LanesDevice) -> None:
     assert "d of parameter 0" in handle.places()
 
 
+@pytest.mark.parametrize("name", ["LBFGS", "AdamW"])
+def test_checkpoints_within_a_step_are_refused_and_it_goes_on(lanes_device: LanesDevice, name: str) -> None:
+    models = [make_model(lanes_device), make_model(lanes_device)]
+    optimizers = [getattr(torch.optim, name)(model.parameters(), lr=0.1) for model in models]
+    outboard.offload_state(optimizers[1], batches=2)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(lanes_device.device)
+    for model, optimizer in zip(models, optimizers, strict=True):
+
+        def closure(model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            if optimizer is optimizers[1]:
+                with pytest.raises(RuntimeError, match=r"within step\(\)"):
+                    optimizer.state_dict()
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert_same_weights(*models)
+
+
 def test_four_matrices_over_three_steps_and_toggling_over_six(lanes_device: LanesDevice) -> None:
     def make() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)

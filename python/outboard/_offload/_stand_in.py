@@ -8,10 +8,12 @@ optimizer that loops twice is served twice.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import copy
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -43,10 +45,10 @@ class _Groups(list[Group]):
 
     def __init__(self, groups: list[Group], walk: Walk) -> None:
         super().__init__(groups)
-        self._walk = walk
+        self.walk = walk
 
     def __iter__(self) -> Iterator[Group]:
-        return self._walk.parts()
+        return self.walk.parts()
 
 
 class _State(defaultdict[Any, Any]):
@@ -149,6 +151,17 @@ def stand_in_for(optimizer: torch.optim.Optimizer, walk: Walk) -> Any:
 def is_stand_in(value: object) -> bool:
     """Whether an object takes an optimizer's place in a step."""
     return isinstance(value, _StandIn)
+
+
+def is_walking(walk: Walk) -> bool:
+    """Whether the step of this walk is among the callers of this function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, _StandIn) and id(caller) in _walks and _walks[id(caller)][0].walk is walk:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class GroupValues:

@@ -14,7 +14,7 @@ from outboard._arguments import check_choice, check_count
 from outboard._base import BaseOptimizer
 from outboard._native import default_threads
 from outboard._offload._residence import Entry, Options, Residence
-from outboard._offload._stand_in import is_stand_in, stand_in_for
+from outboard._offload._stand_in import is_stand_in, is_walking, stand_in_for
 from outboard._offload._walk import StateWalk
 
 MIB = 1 << 20
@@ -138,6 +138,11 @@ class StateOffload:
         if self._residence is not None:
             self._residence.carriers.check_process()
             if self._walk is not None:
+                if is_walking(self._walk):
+                    # Its state is on the device, and is not to be taken away.
+                    raise RuntimeError(
+                        "state_dict() and the like within step() of an optimizer whose state is offloaded"
+                    )
                 walk, self._walk = self._walk, None
                 walk.abandon()
         return self._residence
