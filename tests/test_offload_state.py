@@ -410,7 +410,47 @@ class Peeking(Counting):
         return [self.param_groups[index] for index in range(len(self.param_groups))]
 
 
-@pytest.mark.parametrize("kind", [TwoPasses, Collecting, Peeking])
+class Shifting(Counting):
+    """Exchanges tensors of its state, and writes to a dict that it has given."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state = self.state[parameter] = {}
+                    state["now"], state["before"] = torch.zeros_like(parameter), torch.ones_like(parameter)
+                state["now"], state["before"] = state["before"], state["now"]
+                state["now"].add_(parameter.grad)
+                parameter.data.sub_(state["now"] + 2 * state["before"], alpha=0.01)
+
+
+class Keeping(Counting):
+    """Keeps state tensors of all groups, and uses them at the end."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        kept = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept.append((parameter, self.state[parameter].setdefault("sum", torch.zeros_like(parameter))))
+        for parameter, total in kept:
+            parameter.data.sub_(total.add_(parameter.grad))
+
+
+def test_state_that_is_kept_past_its_batch_is_refused_and_works_in_one(lanes_device: LanesDevice) -> None:
+    models = [make_model(lanes_device), make_model(lanes_device), make_model(lanes_device)]
+    optimizers = [Keeping(model.parameters()) for model in models]
+    outboard.offload_state(optimizers[1], batches=1)
+    outboard.offload_state(optimizers[2], batches=3)
+    for model, optimizer in zip(models[:2], optimizers[:2], strict=True):
+        train(model, optimizer, 3)
+    assert_same_weights(*models[:2])
+    train(models[2], optimizers[2], 1)
+    with pytest.raises(RuntimeError, match="on the host"):
+        train(models[2], optimizers[2], 1)
+
+
+@pytest.mark.parametrize("kind", [TwoPasses, Collecting, Peeking, Shifting])
 def test_optimizers_that_do_not_go_group_by_group(lanes_device: LanesDevice, kind: type[Counting]) -> None:
     plain, offloaded = make_model(lanes_device), make_model(lanes_device)
     theirs, ours = kind(plain.parameters()), kind(offloaded.parameters())
@@ -418,7 +458,7 @@ def test_optimizers_that_do_not_go_group_by_group(lanes_device: LanesDevice, kin
     train(plain, theirs, 3)
     train(offloaded, ours, 3)
     assert_same_weights(plain, offloaded)
-    assert len(handle.places()) == 6
+    assert len(handle.places()) == (12 if kind is Shifting else 6)
 
 
 class Coupled(Counting):

@@ -10,6 +10,7 @@ import torch
 
 from outboard._offload._batches import Batch, Plan
 from outboard._offload._carrier import Carrier
+from outboard._offload._hollow import HollowTensor
 from outboard._offload._stand_in import Group, GroupValues
 from outboard._offload._travel import Item, local
 
@@ -88,7 +89,8 @@ class StateWalk:
             narrowed = values[part.group].part(part.parameters)
             yield narrowed
             values[part.group].take(narrowed)
-        self.end_turn()
+        if len(self._plan.batches) > 1:
+            self.end_turn()
 
     def knows(self, key: object) -> bool:
         """Whether a parameter has state."""
@@ -97,11 +99,9 @@ class StateWalk:
     def put(self, key: Any, state: Any) -> None:
         """Replace the state of a parameter."""
         if isinstance(key, torch.Tensor) and key in self._plan.batch_of and isinstance(state, dict):
-            present = self.touch(key)
-            if present is not state:
-                given = dict(state)
-                present.clear()
-                present.update(given)
+            if self.touch(key) is not state:
+                # The optimizer writes to the one that it has given.
+                self.present[key] = state
         else:
             self._residence.state.set_raw(key, state)
 
@@ -187,6 +187,11 @@ class StateWalk:
                     batch.carrier.send(list(load.views), batch.which)
                 else:
                     batch.carrier.send_apart(load.views)
+                for item, view in load.views.items():
+                    # Whoever has kept it would write to what is another batch's now.
+                    item.forget()
+                    local(view).data = local(view).new_empty(0)
+                    local(view).__class__ = HollowTensor
             if born:
                 self._residence.bear(batch, born)
         else:
@@ -196,6 +201,8 @@ class StateWalk:
         """Take over what the optimizer has left in the states of parameters; return new tensors that travel."""
         left = []
         gone: list[Item] = []
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        storages = {local(view).untyped_storage().data_ptr() for view in load.views.values()}
         for parameter in parameters:
             state = self.present.pop(parameter, None)
             if state is None:
@@ -205,13 +212,18 @@ class StateWalk:
                 if value is view:
                     continue
                 if isinstance(value, torch.Tensor) and _fits(value, item):
-                    local(view).copy_(local(value))  # the optimizer has put another tensor in its place
+                    # The optimizer has put another tensor in its place: perhaps another key's.
+                    source = local(value)
+                    is_shared = source.untyped_storage().data_ptr() in storages
+                    replaced.append((local(view), source.clone() if is_shared else source))
                     continue
                 gone.append(self._residence.forget(parameter, key))
                 del load.views[item]
                 if value is not None:
                     state[key] = value
             left.append((parameter, state))
+        for view, source in replaced:
+            view.copy_(source)
         if gone:
             carrier.discard(gone)
             self._residence.free(carrier, gone)
