@@ -59,7 +59,7 @@ fn children_get_errors_and_parents_go_on() {
     let mut slot = Slot::carve(spec.clone(), &mut arena.slab(spec.bytes().unwrap(), &pool).unwrap());
     let device = Arc::new(SimulatedDevice::new(Schedule::Random { seed: 1 }).unwrap());
     let mut shuttle = Shuttle::new(device, Arc::clone(&pool), ShuttleOptions::default()).unwrap();
-    let (state, _) = shuttle.reserve(&[("exp_avg".into(), 100)]).unwrap();
+    let (state, _) = shuttle.reserve(&[("exp_avg".into(), 100)], &[]).unwrap();
     shuttle.fill(&state).unwrap();
     let mut shuttle = Some(shuttle);
     let mut inherited = Some((optimizer, pool));

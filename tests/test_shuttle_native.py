@@ -64,6 +64,39 @@ def make_rig(request: pytest.FixtureRequest) -> Callable[..., Rig]:
     return make
 
 
+def test_slots_that_are_announced_share_a_buffer(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    shuttle = rig.shuttle
+    (first,) = shuttle.reserve(["a"], [100], [200, 300])
+    second, third = (shuttle.reserve([name], [size])[0] for name, size in (("b", 200), ("c", 300)))
+    (other,) = shuttle.reserve(["d"], [64])
+    whole, apart = (torch.from_dlpack(buffer) for buffer in shuttle.buffers())  # type: ignore[attr-defined]
+    assert (whole.numel(), apart.numel()) == (128 + 256 + 320, 64)
+    starts = [rig.host(slot, torch.uint8).data_ptr() - whole.data_ptr() for slot in (first, second, third)]
+    assert starts == [0, 128, 384]
+    assert rig.host(other, torch.uint8).data_ptr() == apart.data_ptr()
+    rig.finish()
+
+
+def test_recalled_slots_have_the_values_of_before(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    shuttle = rig.shuttle
+    slots = shuttle.reserve(["a", "b", "c"], [400, 400, 400])
+    for index, slot in enumerate(slots):
+        rig.host(slot).fill_(index)
+    shuttle.fill(slots)
+    (born,) = shuttle.reserve(["d"], [400])
+    shuttle.bring(slots[:2], [rig.address(0), rig.address(400)])
+    shuttle.arrive(slots[:1], rig.stream)
+    rig.there(0, 100).add_(7)
+    shuttle.bear([born])
+    shuttle.recall(rig.stream)
+    assert shuttle.places([*slots, born]) == ["host", "host", "host", "pending"]
+    shuttle.settle(slots)
+    assert [rig.host(slot).unique().tolist() for slot in slots] == [[0.0], [1.0], [2.0]]
+    rig.finish()
+
+
 SIZES = [1000, 16, 0, 4099, 77]
 
 

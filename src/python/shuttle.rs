@@ -129,13 +129,21 @@ impl StateShuttle {
         Ok(Self { inner: Mutex::new(inner), simulated, streams, process: crate::process::id() })
     }
 
-    /// Maps host memory for slots; they are pending.
-    fn reserve(&self, py: Python<'_>, names: Vec<String>, sizes: Vec<usize>) -> PyResult<Vec<usize>> {
+    /// Finds host memory for slots, and maps it for those of the sizes in `coming` as well, if it has to map any; the
+    /// slots are pending.
+    #[pyo3(signature = (names, sizes, coming=Vec::new()))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        names: Vec<String>,
+        sizes: Vec<usize>,
+        coming: Vec<usize>,
+    ) -> PyResult<Vec<usize>> {
         if names.len() != sizes.len() {
             return Err(Error::InvalidValue(format!("{} sizes for {} names", sizes.len(), names.len())).into());
         }
         let wanted: Vec<_> = names.into_iter().zip(sizes).collect();
-        let (slots, warning) = self.with(py, |inner| on!(inner, shuttle => shuttle.reserve(&wanted)))?;
+        let (slots, warning) = self.with(py, |inner| on!(inner, shuttle => shuttle.reserve(&wanted, &coming)))?;
         if let Some(warning) = warning.and_then(|warning| CString::new(warning).ok())
             && let Err(error) = PyErr::warn(py, &py.get_type::<PyUserWarning>(), &warning, 1)
         {
@@ -156,8 +164,8 @@ impl StateShuttle {
         })
     }
 
-    /// The host memory of each `reserve` that has live slots, as `tensor`: the bytes in use, from the first slot's first to
-    /// the end of the last slot's padding.
+    /// Host memory that was mapped together and has live slots, each as `tensor`: the bytes in use, from the first slot's
+    /// first to the end of the last slot's padding.
     fn buffers(&self, py: Python<'_>) -> PyResult<Vec<PyPlane>> {
         let buffers = self.with(py, |inner| on!(inner, shuttle => Ok(shuttle.buffers())))?;
         Ok(buffers.into_iter().map(|buffer| PyPlane::of_bytes(buffer.start, buffer.bytes, buffer.handle)).collect())
@@ -203,6 +211,12 @@ impl StateShuttle {
     fn discard(&self, py: Python<'_>, slots: Vec<usize>, stream: usize) -> PyResult<()> {
         let caller = self.caller(stream);
         self.with(py, |inner| on!(inner, shuttle => shuttle.discard(&slots, caller)))
+    }
+
+    /// As `discard`, of all slots on the device or on their way there.
+    fn recall(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
+        let caller = self.caller(stream);
+        self.with(py, |inner| on!(inner, shuttle => shuttle.recall(caller)))
     }
 
     /// Lets the stream wait for what still uses this memory of the device.

@@ -88,6 +88,15 @@ struct Buffer {
     live: usize,
 }
 
+/// What is left of a slab for slots that were announced.
+#[derive(Debug)]
+struct Room {
+    slab: Slab,
+    /// Its buffer.
+    index: usize,
+    bytes: usize,
+}
+
 /// A slab, for tensors over it.
 #[derive(Debug)]
 pub struct BufferView {
@@ -106,6 +115,7 @@ pub struct BufferView {
 pub struct Shuttle<D: Device> {
     slots: Vec<Option<Slot>>,
     buffers: Vec<Option<Buffer>>,
+    room: Option<Room>,
     /// Slots on their way home.
     leaving: Vec<usize>,
     movements: Movements<D>,
@@ -130,6 +140,7 @@ impl<D: Device> Shuttle<D> {
         Ok(Self {
             slots: Vec::new(),
             buffers: Vec::new(),
+            room: None,
             leaving: Vec::new(),
             movements: Movements::default(),
             arena: Arena::default(),
@@ -187,39 +198,51 @@ impl<D: Device> Shuttle<D> {
         }
     }
 
-    /// Maps memory for slots, by name and bytes: one slab, in this order, each slot aligned as planes are. They are
-    /// pending. Returns their ids, and a warning if the memory could not be pinned.
+    /// Finds memory for slots, by name and bytes, side by side in this order, each aligned as planes are: in what an
+    /// earlier call has mapped for those that were to come, or else in a slab of their own, with as many bytes more as
+    /// slots of the sizes in `coming` will take. They are pending. Returns their ids, and a warning if the memory could
+    /// not be pinned.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Forked`]; with `pin: Some(true)` [`Error::Cuda`] if it cannot be pinned. There
     /// are no new slots then.
-    pub fn reserve(&mut self, wanted: &[(String, usize)]) -> Result<(Vec<usize>, Option<String>)> {
+    pub fn reserve(&mut self, wanted: &[(String, usize)], coming: &[usize]) -> Result<(Vec<usize>, Option<String>)> {
         self.begin()?;
         let mut total: usize = 0;
         for (name, bytes) in wanted {
-            total = plane_bytes::<u8>(*bytes)
-                .ok()
-                .and_then(|padded| total.checked_add(padded))
+            total = add_plane(total, *bytes)
                 .ok_or_else(|| Error::InvalidValue(format!("{name}: {bytes} bytes exceed the address space")))?;
         }
-        let mut slab = self.arena.slab(total, &self.pool)?;
-        let warning = self.pin(&slab)?;
-        let index = self.buffers.len();
+        // Of no bytes, there is nothing that the others could lie beside.
+        let coming = if total > 0 { coming } else { &[] };
+        let (mut room, warning) = if let Some(room) = self.room.take_if(|room| room.bytes >= total) {
+            (room, None)
+        } else {
+            let mapped = coming.iter().try_fold(total, |sum, bytes| add_plane(sum, *bytes));
+            let mapped =
+                mapped.ok_or_else(|| Error::InvalidValue("the slots to come exceed the address space".into()))?;
+            let slab = self.arena.slab(mapped, &self.pool)?;
+            let warning = self.pin(&slab)?;
+            (Room { slab, index: self.buffers.len(), bytes: mapped }, warning)
+        };
         let first = self.slots.len();
-        let mut live = 0;
-        let mut start = None;
         for (name, bytes) in wanted {
-            let plane = slab.carve::<u8>(*bytes);
+            let plane = room.slab.carve::<u8>(*bytes);
             let is_pinned = plane.is_pinned();
             let berth = Berth::new(plane);
             if *bytes > 0 {
-                live += 1;
-                start.get_or_insert_with(|| (berth.share(), is_pinned));
+                if room.index == self.buffers.len() {
+                    let (start, handle) = berth.share();
+                    self.buffers.push(Some(Buffer { start, bytes: 0, handle, is_pinned, live: 0 }));
+                }
+                if let Some(buffer) = &mut self.buffers[room.index] {
+                    buffer.live += 1;
+                }
             }
             self.slots.push(Some(Slot {
                 name: name.clone(),
                 berth,
-                slab: (*bytes > 0).then_some(index),
+                slab: (*bytes > 0).then_some(room.index),
                 place: Place::Pending,
                 has_value: false,
                 is_torn: false,
@@ -228,8 +251,12 @@ impl<D: Device> Shuttle<D> {
                 departure: 0,
             }));
         }
-        if let Some(((start, handle), is_pinned)) = start {
-            self.buffers.push(Some(Buffer { start, bytes: total, handle, is_pinned, live }));
+        if let Some(Some(buffer)) = self.buffers.get_mut(room.index) {
+            buffer.bytes += total;
+        }
+        room.bytes -= total;
+        if self.room.as_ref().map_or(0, |other| other.bytes) < room.bytes {
+            self.room = Some(room);
         }
         Ok(((first..self.slots.len()).collect(), warning))
     }
@@ -300,6 +327,7 @@ impl<D: Device> Shuttle<D> {
                 buffer.live -= 1;
                 if buffer.live == 0 {
                     self.buffers[index] = None;
+                    self.room.take_if(|room| room.index == index);
                 }
             }
         }
@@ -360,6 +388,11 @@ impl<D: Device> Shuttle<D> {
         }
         stats
     }
+}
+
+/// A sum of bytes, and those of one more slot.
+fn add_plane(sum: usize, bytes: usize) -> Option<usize> {
+    plane_bytes::<u8>(bytes).ok().and_then(|padded| sum.checked_add(padded))
 }
 
 impl<D: Device> Drop for Shuttle<D> {

@@ -278,6 +278,18 @@ impl<D: Device> Shuttle<D> {
         Ok(())
     }
 
+    /// Takes everything off the device that is there or on its way there, as [`Self::discard`] does: after a failure,
+    /// whatever was on its way. What a copy home has left half written stays where it is.
+    ///
+    /// # Errors
+    /// As [`Self::discard`].
+    pub fn recall(&mut self, caller: Caller) -> Result<()> {
+        let is_away = |slot: &Slot| matches!(slot.place, Place::HostToDevice | Place::Device) && !slot.is_torn;
+        let slots = self.slots.iter().enumerate();
+        let away: Vec<_> = slots.filter(|(_, slot)| slot.as_ref().is_some_and(is_away)).map(|(id, _)| id).collect();
+        self.discard(&away, caller)
+    }
+
     /// Lets the caller's stream wait for what still uses this memory of the device: before the caller writes there itself.
     ///
     /// # Errors

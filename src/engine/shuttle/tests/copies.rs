@@ -93,6 +93,41 @@ fn slabs_go_with_their_last_slot_and_ids_are_not_used_again() {
     rig.finish();
 }
 
+#[test]
+fn slots_that_were_announced_lie_beside_the_first() {
+    let mut rig = Rig::new(Schedule::Eager, 4096, 1 << 20);
+    let of = |rig: &mut Rig, sizes: &[usize], coming: &[usize]| rig.shuttle.reserve(&names(sizes), coming).unwrap().0;
+    let buffers = |rig: &Rig| rig.shuttle.buffers().iter().map(|buffer| buffer.bytes).collect::<Vec<_>>();
+    let first = of(&mut rig, &[100, 0], &[4096, 0, 64]);
+    assert_eq!(buffers(&rig), [128]);
+    let mapped = rig.shuttle.stats().host_bytes;
+    // Those of no bytes take no room, and make none.
+    assert_eq!(of(&mut rig, &[0], &[50]).len(), 1);
+    let second = of(&mut rig, &[4096], &[9999]);
+    let third = of(&mut rig, &[64], &[]);
+    assert_eq!((buffers(&rig), rig.shuttle.stats().host_bytes), (vec![128 + 4160 + 64], mapped));
+    let start = |id: usize| rig.shuttle.share(id).unwrap().0;
+    assert_eq!(start(second[0]) - start(first[0]), 128);
+    assert_eq!(start(third[0]) - start(second[0]), 4160);
+    // The room is used up.
+    let other = of(&mut rig, &[64], &[64, 64]);
+    assert_eq!(buffers(&rig), [128 + 4160 + 64, 64]);
+    // What does not fit leaves room for what does.
+    let large = of(&mut rig, &[200], &[]);
+    assert_eq!(buffers(&rig).len(), 3);
+    let fits = of(&mut rig, &[128], &[]);
+    assert_eq!(buffers(&rig), [128 + 4160 + 64, 64 + 128, 256]);
+    rig.shuttle.free(&[first[0], first[1], second[0], third[0], large[0]]).unwrap();
+    assert_eq!(buffers(&rig), [64 + 128]);
+    rig.shuttle.free(&[other[0], fits[0]]).unwrap();
+    // Room goes with the last slot beside it.
+    let last = of(&mut rig, &[64], &[640]);
+    rig.shuttle.free(&last).unwrap();
+    assert_eq!((buffers(&rig), rig.shuttle.stats().host_bytes), (vec![], 0));
+    assert!(matches!(rig.shuttle.reserve(&names(&[1]), &[usize::MAX]), Err(Error::InvalidValue(_))));
+    rig.finish();
+}
+
 fn shuttle(pin: Option<bool>, pinnable: usize) -> (Arc<SimulatedDevice>, Shuttle<SimulatedDevice>) {
     let device = Arc::new(SimulatedDevice::new(Schedule::Eager).unwrap());
     device.set_pinnable_bytes(pinnable);
@@ -104,8 +139,8 @@ fn shuttle(pin: Option<bool>, pinnable: usize) -> (Arc<SimulatedDevice>, Shuttle
 #[test]
 fn what_cannot_be_pinned_is_a_warning_or_an_error() {
     let (device, mut auto) = shuttle(None, 4096);
-    assert_eq!(auto.reserve(&names(&[4096 - 64])).unwrap().1, None);
-    let (ids, warning) = auto.reserve(&names(&[10_000])).unwrap();
+    assert_eq!(auto.reserve(&names(&[4096 - 64]), &[]).unwrap().1, None);
+    let (ids, warning) = auto.reserve(&names(&[10_000]), &[]).unwrap();
     let warning = warning.unwrap();
     for part in ["cannot pin 12288 bytes", "locked memory", "pageable", "raise the limit"] {
         assert!(warning.contains(part), "{warning}");
@@ -120,24 +155,24 @@ fn what_cannot_be_pinned_is_a_warning_or_an_error() {
     assert_eq!(device.counters(), Counters::default());
 
     let (device, mut strict) = shuttle(Some(true), 4096);
-    let error = strict.reserve(&names(&[10_000])).unwrap_err();
+    let error = strict.reserve(&names(&[10_000]), &[]).unwrap_err();
     assert!(matches!(&error, Error::Cuda(message) if message.starts_with("pin=True: cannot pin")), "{error}");
     assert_eq!(strict.stats().host_bytes, 0);
-    assert_eq!(strict.reserve(&names(&[10])).unwrap().0, [0]);
+    assert_eq!(strict.reserve(&names(&[10]), &[]).unwrap().0, [0]);
     drop(strict);
     assert_eq!(device.counters(), Counters::default());
 
     let (device, mut never) = shuttle(Some(false), 0);
-    assert_eq!(never.reserve(&names(&[10_000])).unwrap().1, None);
+    assert_eq!(never.reserve(&names(&[10_000]), &[]).unwrap().1, None);
     assert_eq!(device.counters().pinned_bytes, 0);
 }
 
 #[test]
 fn impossible_sizes_and_pieces_are_errors() {
     let (_, mut shuttle) = shuttle(None, 4096);
-    assert!(matches!(shuttle.reserve(&names(&[usize::MAX])), Err(Error::InvalidValue(_))));
-    assert!(matches!(shuttle.reserve(&names(&[1 << 63, 1 << 63])), Err(Error::InvalidValue(_))));
-    assert!(matches!(shuttle.reserve(&names(&[1 << 60])), Err(Error::OutOfMemory { .. })));
+    assert!(matches!(shuttle.reserve(&names(&[usize::MAX]), &[]), Err(Error::InvalidValue(_))));
+    assert!(matches!(shuttle.reserve(&names(&[1 << 63, 1 << 63]), &[]), Err(Error::InvalidValue(_))));
+    assert!(matches!(shuttle.reserve(&names(&[1 << 60]), &[]), Err(Error::OutOfMemory { .. })));
     let (device, pool) = (SimulatedDevice::new(Schedule::Eager).unwrap(), WorkerPool::new(1).unwrap());
     let options = ShuttleOptions { pin: None, piece_bytes: 0 };
     assert!(matches!(Shuttle::new(Arc::new(device), Arc::new(pool), options), Err(Error::InvalidValue(_))));

@@ -108,6 +108,36 @@ fn a_failure_names_the_slot_and_leaves_it_where_it_was() {
 }
 
 #[test]
+fn everything_can_be_recalled_wherever_it_is() {
+    let mut rig = Rig::new(Schedule::Random { seed: 3 }, 4096, 100);
+    let ids = rig.filled(&[300, 300, 300, 300]);
+    let fresh = rig.reserve(&[64]);
+    let start = rig.memory;
+    rig.shuttle.recall(CALLER).unwrap();
+    rig.shuttle.bring(rig.packed(&ids[..3], start), None).unwrap();
+    rig.shuttle.arrive(&ids[..1], CALLER).unwrap();
+    rig.shuttle.bear(&fresh, None).unwrap();
+    rig.add(start, 300, 1).unwrap();
+    rig.shuttle.recall(CALLER).unwrap();
+    let places = |rig: &Rig| ids.iter().chain(&fresh).map(|&id| rig.place(id)).collect::<Vec<_>>();
+    assert_eq!(places(&rig), [Place::Host, Place::Host, Place::Host, Place::Host, Place::Pending]);
+    // The memory is free for others, behind what used it.
+    rig.shuttle.bring(vec![(ids[3], span(start, 300))], None).unwrap();
+    rig.shuttle.arrive(&ids[3..], CALLER).unwrap();
+    rig.device.fail_next(OperationKind::CopyOut, 1, false);
+    assert!(rig.shuttle.send(vec![(ids[3], span(start, 300))], CALLER).is_err());
+    rig.device.clear_failures();
+    rig.shuttle.recall(CALLER).unwrap();
+    assert_eq!(rig.place(ids[3]), Place::Device, "its host memory is half written");
+    rig.shuttle.send(vec![(ids[3], span(start, 300))], CALLER).unwrap();
+    rig.shuttle.settle_all().unwrap();
+    for &id in &ids {
+        assert_eq!(rig.read(id), first_bytes(id, 300));
+    }
+    rig.finish();
+}
+
+#[test]
 fn copies_that_cannot_be_marked_end_it() {
     for skip in 0..3 {
         let mut rig = Rig::new(Schedule::Eager, 4096, 100);
@@ -161,7 +191,7 @@ fn a_device_that_breaks_is_an_error_and_never_a_hang() {
 fn a_device_that_cannot_pin_in_the_middle_leaves_no_slots() {
     let mut rig = Rig::new(Schedule::Eager, 2048, 128);
     rig.device.fail_next(OperationKind::Pin, 0, false);
-    let (ids, warning) = rig.shuttle.reserve(&super::rig::names(&[10])).unwrap();
+    let (ids, warning) = rig.shuttle.reserve(&super::rig::names(&[10]), &[]).unwrap();
     assert!(warning.unwrap().contains("cudaErrorUnknown"));
     assert_eq!(rig.shuttle.stats().pinned_bytes, 0);
     rig.shuttle.fill(&ids).unwrap();

@@ -71,7 +71,7 @@ impl Rig {
     }
 
     pub(super) fn reserve(&mut self, sizes: &[usize]) -> Vec<usize> {
-        let (ids, warning) = self.shuttle.reserve(&names(sizes)).unwrap();
+        let (ids, warning) = self.shuttle.reserve(&names(sizes), &[]).unwrap();
         assert_eq!(warning, None);
         ids
     }
