@@ -268,7 +268,16 @@ def test_values_out_of_range(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": "fast"}, {"ns_steps": 2.5}, {"chunk_size": "all"}, {"adamw_betas": 0.9}], ids=str
+    "options",
+    [
+        {"lr": "fast"},
+        {"ns_steps": 2.5},
+        {"chunk_size": "all"},
+        {"adamw_betas": 0.9},
+        {"nesterov": "no"},
+        {"none_grad": 1},
+    ],
+    ids=str,
 )
 def test_values_of_other_types(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
@@ -399,6 +408,35 @@ def test_the_usual_split() -> None:
     optimizer = outboard.Muon(param_groups(model))
     step(list(model.parameters()), optimizer, 0)
     assert optimizer.state_dict()["param_groups"][0]["names"] == groups[0]["names"]
+
+
+class RMSNorm2d(torch.nn.Module):
+    """A norm of somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4, 8))
+
+
+def test_what_else_is_no_matrix() -> None:
+    model = torch.nn.ModuleDict(
+        {
+            "bag": torch.nn.EmbeddingBag(50, 8),
+            "layer_norm": torch.nn.LayerNorm((4, 8)),
+            "rms_norm": torch.nn.RMSNorm((4, 8)),
+            "other_norm": RMSNorm2d(),
+            "attention": torch.nn.MultiheadAttention(8, 2, add_bias_kv=True),
+            "value": torch.nn.Linear(8, 1),
+            "stem": torch.nn.Conv1d(1, 1, 7),
+            "conv": torch.nn.Conv1d(4, 6, 1),
+        }
+    )
+    model.pos_embed = torch.nn.Parameter(torch.zeros(1, 16, 8))
+    model.cls_token = torch.nn.Parameter(torch.zeros(1, 1, 8))
+    matrices, convolutions, rest = param_groups(model)
+    assert matrices["names"] == ["attention.in_proj_weight", "attention.out_proj.weight"]
+    assert convolutions["names"] == ["conv.weight"]
+    assert len(rest["names"]) == len(list(model.parameters())) - 3
 
 
 # ---- QK clipping ----------------------------------------------------------------------------------------------------

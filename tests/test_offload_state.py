@@ -19,6 +19,7 @@ import torch
 
 import outboard
 from lanes import LanesDevice
+from offloading import Counting, Failing, assert_same_state, assert_same_weights, groups_of, hazards, make_model, train
 from outboard._offload._batches import balance
 
 CLASSES = [
@@ -44,62 +45,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"batches": 2, "packed": False},
     {"min_numel": 100},
 ]
-
-
-def make_model(device: LanesDevice, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
-    )
-    return layers.to(device.device, dtype)
-
-
-def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    parameters = list(model.parameters())
-    return [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.1}]
-
-
-def train(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: int,
-    *,
-    seed: int = 1,
-    drop: Callable[[int], list[torch.Tensor]] = lambda _: [],
-) -> None:
-    weight = next(model.parameters())
-    generator = torch.Generator().manual_seed(seed)
-    for index in range(steps):
-        x = torch.randn(16, 64, generator=generator).to(weight)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        for parameter in drop(index):
-            parameter.grad = None
-        optimizer.step()
-
-
-def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    for (name, left), right in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(left, right), name
-
-
-def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert list(one["state"]) == list(other["state"])
-    for index, left in one["state"].items():
-        right = other["state"][index]
-        assert list(left) == list(right)
-        for key, value in left.items():
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == right[key].dtype
-                assert torch.equal(value.cpu(), right[key].cpu()), (index, key)
-            else:
-                assert value == right[key]
-
-
-def hazards(handle: outboard.StateOffload) -> list[str]:
-    """Return what copies have touched in no order, on a device that is made of host memory."""
-    assert handle._residence is not None
-    return [hazard for carrier in handle._residence.carriers.all() for hazard in carrier.shuttle.hazards()]
 
 
 # ---- Bits -----------------------------------------------------------------------------------------------------------
@@ -157,28 +102,6 @@ def test_lbfgs_keeps_what_it_can_on_the_host(lanes_device: LanesDevice) -> None:
     assert "d of parameter 0" in handle.places()
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "AdamW"])
-def test_checkpoints_within_a_step_are_refused_and_it_goes_on(lanes_device: LanesDevice, name: str) -> None:
-    models = [make_model(lanes_device), make_model(lanes_device)]
-    optimizers = [getattr(torch.optim, name)(model.parameters(), lr=0.1) for model in models]
-    outboard.offload_state(optimizers[1], batches=2)
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(lanes_device.device)
-    for model, optimizer in zip(models, optimizers, strict=True):
-
-        def closure(model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
-            if optimizer is optimizers[1]:
-                with pytest.raises(RuntimeError, match=r"within step\(\)"):
-                    optimizer.state_dict()
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-    assert_same_weights(*models)
-
-
 def test_four_matrices_over_three_steps_and_toggling_over_six(lanes_device: LanesDevice) -> None:
     def make() -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -221,32 +144,6 @@ def test_strides_and_dtypes_are_kept(lanes_device: LanesDevice) -> None:
 
 
 # ---- One step, however many batches ---------------------------------------------------------------------------------
-
-
-class Counting(torch.optim.Optimizer):
-    """Counts steps of itself and of its groups, and has state that travels and state that does not."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr, "step": 0, "count": torch.zeros(()), "log": []})
-        self.total = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.total += 1
-        for group in self.param_groups:
-            group["step"] += 1
-            group["count"] += 1
-            group["log"].append(group["step"])
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["sum"] = torch.zeros_like(parameter)
-                    state["integers"] = torch.zeros(3, dtype=torch.int64, device=parameter.device)
-                with torch.no_grad():
-                    state["sum"] = state["sum"] * 0.9 + parameter.grad  # another tensor each time
-                    state["integers"] += 1
-                    parameter.sub_(state["sum"], alpha=group["lr"] / group["step"])
 
 
 def test_what_is_counted_per_step_is_counted_once(lanes_device: LanesDevice) -> None:
@@ -482,53 +379,6 @@ def test_sums_over_a_group_are_refused_in_parts_and_work_in_one(lanes_device: La
     outboard.offload_state(optimizer, batches=1)
     train(model, optimizer, 2)
     assert optimizer.param_groups[0]["norm"] > 0
-
-
-# ---- Failures -------------------------------------------------------------------------------------------------------
-
-
-class Failing(Counting):
-    """Fails at one parameter."""
-
-    at: int | None = None
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        seen = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if seen == self.at:
-                    raise RuntimeError("the math has failed")
-                seen += 1
-                self.state[parameter].setdefault("sum", torch.zeros_like(parameter)).add_(1)
-
-
-@pytest.mark.parametrize("at", range(6))
-def test_an_exception_leaves_the_state_of_whole_batches(lanes_device: LanesDevice, at: int) -> None:
-    model = make_model(lanes_device)
-    optimizer = Failing(model.parameters())
-    handle = outboard.offload_state(optimizer, batches=3)
-    train(model, optimizer, 1)
-    batches = [
-        [
-            index
-            for index, parameter in enumerate(model.parameters())
-            if any(parameter is one for one in batch.parameters)
-        ]
-        for batch in handle._residence.plan(optimizer).batches  # type: ignore[union-attr]
-    ]
-    optimizer.at = at
-    with pytest.raises(RuntimeError, match="the math has failed"):
-        train(model, optimizer, 1)
-    assert set(handle.places().values()) <= {"host", "d2h"}
-    handle.synchronize()
-    assert set(handle.places().values()) == {"host"}
-    sums = [optimizer.state[parameter]["sum"].flatten()[0].item() for parameter in model.parameters()]
-    # A batch is updated if all of it was before the failure; what was on the device is dropped.
-    done = {index for batch in batches if max(batch) < at for index in batch}
-    assert sums == [2.0 if index in done else 1.0 for index in range(6)]
-    optimizer.at = None
-    train(model, optimizer, 1)
-    assert [optimizer.state[p]["sum"].flatten()[0].item() for p in model.parameters()] == [s + 1 for s in sums]
 
 
 # ---- State ----------------------------------------------------------------------------------------------------------
@@ -783,7 +633,10 @@ def test_parameters_in_host_memory_are_left_alone() -> None:
         ([1, 9, 1, 1], {"batches": 2}, [[1, 9], [1, 1]]),
         ([4, 4, 4, 4, 4], {"batch_bytes": 9}, [[4, 4], [4, 4], [4]]),
         ([20, 1, 1], {"batch_bytes": 3}, [[20], [1, 1]]),
-        ([0, 0, 0], {"batches": 2}, [[0, 0, 0]]),
+        ([0, 0, 0], {"batches": 2}, [[0], [0, 0]]),
+        ([100, 3, 2, 2, 1, 1], {"batches": 4}, [[100], [3], [2], [2, 1, 1]]),
+        ([1, 100, 4, 4], {"batches": 9}, [[1], [100], [4], [4]]),
+        ([2, 1, 100], {"batches": 2}, [[2, 1], [100]]),
     ],
 )
 def test_batches_are_balanced(sizes: list[int], asked: dict[str, int], expected: list[list[int]]) -> None:

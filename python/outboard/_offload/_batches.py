@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 import torch
 
@@ -54,7 +57,27 @@ def balance(sizes: Sequence[int], *, batches: int | None = None, batch_bytes: in
         else:
             low = middle + 1
     starts = _cut(sizes, high)
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+    runs = [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+    return _split(runs, sizes, min(batches, len(sizes)))
+
+
+def _split(runs: list[range], sizes: Sequence[int], count: int) -> list[range]:
+    """Halve the largest of runs until there are so many: where one entry is large, fewer suffice for the capacity."""
+    sums = [0, *accumulate(sizes)]
+    heap = [(sums[run.start] - sums[run.stop], run.start, run.stop) for run in runs]
+    heapify(heap)
+    found: list[tuple[int, int, int]] = []
+    while heap and len(heap) + len(found) < count:
+        size, start, stop = heappop(heap)
+        if stop - start == 1:
+            found.append((size, start, stop))
+            continue
+        middle = bisect_left(sums, (sums[start] + sums[stop]) / 2, start + 1, stop - 1)
+        if middle - 1 > start and sums[stop] - sums[middle - 1] <= sums[middle] - sums[start]:
+            middle -= 1
+        for begin, end in ((start, middle), (middle, stop)):
+            heappush(heap, (sums[begin] - sums[end], begin, end))
+    return sorted((range(start, stop) for _, start, stop in heap + found), key=lambda run: run.start)
 
 
 def lay_out(items: list[Item], start: int) -> int:

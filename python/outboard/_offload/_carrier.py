@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -52,7 +53,11 @@ class Carrier:
         self._is_under_way = False
         #: Tensors in host memory that are on their way home: whoever reads one waits.
         self._arriving: list[torch.Tensor] = []
+        #: Device memory of items' own that copies in may still write to: nobody waits for them yet.
+        self._held: dict[Item, torch.Tensor] = {}
         self._reference = weakref.ref(self)
+        end = weakref.finalize(self, _let_go, self.shuttle, self._arriving, self._reference)
+        end.atexit = False  # type: ignore[misc]
         _engines.register(self)
 
     @property
@@ -121,6 +126,8 @@ class Carrier:
     def arrive(self, items: Sequence[Item]) -> None:
         """Let the current stream wait for what has been brought."""
         self.shuttle.arrive([item.slot for item in items], self.stream)
+        for item in items:
+            self._held.pop(item, None)
 
     def claim(self, which: int) -> None:
         """Let the current stream wait until an arena is free, to write to it."""
@@ -138,12 +145,25 @@ class Carrier:
         """Leave what the host has as it was: the device's copy is dropped."""
         if items:
             self.shuttle.discard([item.slot for item in items], self.stream)
+            self._release(items)
+
+    def recall(self) -> None:
+        """After a failure, leave what the host has as it was, of all that is on the device or on its way there."""
+        self.shuttle.recall(self.stream)
+        self._release(list(self._held))
+
+    def _release(self, items: Iterable[Item]) -> None:
+        for item in items:
+            memory = self._held.pop(item, None)
+            if memory is not None:
+                self._outlive_copies(memory)
 
     def bring_apart(self, items: Sequence[Item]) -> dict[Item, torch.Tensor]:
         """Start copies into device memory of each tensor's own, allocated now; return the tensors."""
         memory = [torch.empty(item.nbytes, dtype=torch.uint8, device=self.device) for item in items]
         self._is_under_way = True
         for item, run in zip(items, memory, strict=True):
+            self._held[item] = run
             # One by one: those of one call travel together where they lie as on the host, with what is between them.
             self.shuttle.bring([item.slot], [run.data_ptr()], after=self.stream)
         return {item: item.over(run) for item, run in zip(items, memory, strict=True)}
@@ -195,6 +215,14 @@ class Carrier:
     def close(self) -> None:
         """End copies, at the end of the process."""
         self.shuttle.close()
+
+
+def _let_go(shuttle: StateShuttle, arriving: list[torch.Tensor], reference: weakref.ref[Carrier]) -> None:
+    """Let tensors that are on their way home when their carrier goes arrive, and be ordinary ones."""
+    if arriving:
+        with suppress(Exception):
+            shuttle.settle()
+        _pending.unmark(arriving, reference)
 
 
 def can_offload(tensor: torch.Tensor) -> bool:
@@ -256,6 +284,12 @@ class Carriers:
         self.check_process()
         for carrier in self._by_device.values():
             carrier.settle()
+
+    def recall(self) -> None:
+        """After a failure, take everything off the devices: every one, also where one cannot."""
+        with ExitStack() as stack:
+            for carrier in self._by_device.values():
+                stack.callback(carrier.recall)
 
     def buffers(self) -> list[torch.Tensor]:
         """Return all host memory, as uint8 tensors, once nothing is under way."""

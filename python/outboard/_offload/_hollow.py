@@ -6,14 +6,16 @@ Whoever uses its values then gets an error instead of a read at address 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from outboard import _sharded
 from outboard._offload._batches import lay_out
 from outboard._offload._carrier import Carrier, Carriers, can_offload
-from outboard._offload._travel import Item, is_dense, local, make_item, nbytes, padded
+from outboard._offload._travel import Item, is_dense, local, make_item, nbytes
 from outboard._pending import HARMLESS
 
 #: What may be asked of a tensor whose values are elsewhere.
@@ -28,9 +30,17 @@ _HARMLESS = HARMLESS | frozenset(
 _ALIASES = frozenset((torch.Tensor.detach, torch.Tensor.view_as))
 
 
-class HollowTensor(torch.Tensor):
-    """A state tensor whose values are on the host."""
+def _refuse(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} of a state tensor whose values are on the host: call turn_off_cpu_offload() first, or read "
+        "host_buffers(); an optimizer that uses state beyond its part of a group needs offload_state(..., batches=1)"
+    )
 
+
+class _Hollow:
+    """What answers for a tensor whose values are elsewhere."""
+
+    # Without slots of its own a class can be exchanged for its base, in place.
     __slots__ = ()
 
     @classmethod
@@ -39,19 +49,68 @@ class HollowTensor(torch.Tensor):
     ) -> Any:
         """Answer what needs no values; refuse the rest."""
         if func not in _HARMLESS and func not in _ALIASES:
-            name = getattr(func, "__name__", str(func))
-            raise RuntimeError(
-                f"{name} of a state tensor whose values are on the host: call turn_off_cpu_offload() first, or read "
-                "host_buffers()"
-            )
+            raise _refuse(getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in _ALIASES:
-            result.__class__ = cls
+            _mark(result)
         return result
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"HollowTensor({tuple(self.shape)}, {self.dtype}, {self.device}: its values are on the host)"
+    def __repr__(self: Any, **_: Any) -> str:
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.device}: its values are on the host)"
+
+
+class HollowTensor(_Hollow, torch.Tensor):  # type: ignore[misc]
+    """A state tensor whose values are on the host."""
+
+    __slots__ = ()
+
+
+def _full_tensor(self: Any, *_: Any, **__: Any) -> Any:
+    raise _refuse("full_tensor")
+
+
+def _redistribute(self: Any, *_: Any, **__: Any) -> Any:
+    raise _refuse("redistribute")
+
+
+@functools.cache
+def _hollow_sharded() -> Any:
+    """Return the class of DTensors whose values are on the host.
+
+    The tensor within is a `HollowTensor`, which by itself would not do: torch's dispatcher calls kernels on it.
+    """
+    members = {"__slots__": (), "__module__": __name__, "full_tensor": _full_tensor, "redistribute": _redistribute}
+    return type("HollowDTensor", (_Hollow, _sharded.kind()), members)
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    own = local(tensor)
+    if own is not tensor:
+        tensor.__class__ = _hollow_sharded()
+    own.__class__ = HollowTensor
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are elsewhere."""
+    return type(local(tensor)) is HollowTensor
+
+
+def hollow_out(tensor: torch.Tensor, shell: torch.Tensor) -> None:
+    """Put a tensor, a plain one or a DTensor, over a shell, and refuse to whoever uses its values."""
+    if not is_hollow(tensor):
+        local(tensor).data = shell
+        _mark(tensor)
+
+
+def fill_in(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Put a tensor over memory; its values may be used."""
+    own = local(tensor)
+    if type(own) is HollowTensor:
+        own.__class__ = torch.Tensor  # type: ignore[assignment]
+        if own is not tensor:
+            tensor.__class__ = _sharded.kind()
+    own.data = memory
 
 
 class _Tenant:
@@ -67,16 +126,12 @@ class _Tenant:
 
     def enter(self, memory: torch.Tensor) -> None:
         """Give the tensor memory on the device."""
-        own = local(self.tensor)
-        if type(own) is HollowTensor:
-            own.__class__ = torch.Tensor  # type: ignore[assignment]
-        own.data = memory
+        fill_in(self.tensor, memory)
 
     def leave(self) -> None:
-        """Leave the tensor without memory."""
-        own = local(self.tensor)
-        own.data = self._shell
-        own.__class__ = HollowTensor
+        """Leave the tensor without memory; nothing happens if it has none."""
+        hollow_out(self.tensor, self._shell)
+        self.item.forget()
 
 
 #: A name for messages, and a tensor.
@@ -114,14 +169,26 @@ class HollowStates:
         assert found is not None
         return found
 
-    def take(self, named: Sequence[Named]) -> None:
-        """Bring state tensors to the host, and leave them without memory; those that are there stay there."""
+    def take(self, named: Sequence[Named], values: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Bring state tensors to the host, and leave them without memory; those that are there stay there.
+
+        Parameters
+        ----------
+        named : sequence of (str, Tensor)
+        values : mapping, optional
+            By a tensor's id: other values than those that it has on the device, which are not read then.
+        """
         new = [(name, tensor) for name, tensor in named if id(tensor) not in self._tenants and _can_leave(tensor)]
-        for carrier, tenants in self._reserve(new):
-            for tenant in tenants:
-                local(tenant.item.host).copy_(local(tenant.tensor))
-                carrier.shuttle.fill([tenant.item.slot])
-                tenant.leave()
+        try:
+            for carrier, tenants in self._reserve(new):
+                for tenant in tenants:
+                    source = (values or {}).get(id(tenant.tensor), tenant.tensor)
+                    local(tenant.item.host).copy_(local(source))
+                    carrier.shuttle.fill([tenant.item.slot])
+                    tenant.leave()
+        except BaseException:
+            self.recover()
+            raise
 
     def _reserve(self, named: Sequence[Named]) -> list[tuple[Carrier, list[_Tenant]]]:
         """Make tenants of tensors, side by side by dtype in the host memory of their devices."""
@@ -139,21 +206,45 @@ class HollowStates:
             made.append((carrier, tenants))
         return made
 
+    def recover(self) -> None:
+        """After a failure: tensors with values on the host have none on the device, and the others are as they were.
+
+        Whatever was on its way to the device is taken off it: the host keeps what it had.
+        """
+        try:
+            self.carriers.recall()
+        finally:
+            for key, tenant in list(self._tenants.items()):
+                shuttle = self._carrier(tenant.tensor).shuttle
+                if shuttle.places([tenant.item.slot]) != ["pending"]:
+                    tenant.leave()
+                else:
+                    shuttle.free([tenant.item.slot])
+                    del self._tenants[key]
+
     def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give up the host memory of tensors that are no longer among these."""
         kept = {id(tensor) for tensor in tensors}
         for key, tenant in list(self._tenants.items()):
             if key not in kept:
-                self._carrier(tenant.tensor).shuttle.free([tenant.item.slot])
+                carrier = self._carrier(tenant.tensor)
+                carrier.settle()
+                carrier.shuttle.free([tenant.item.slot])
                 del self._tenants[key]
 
     def give_back(self) -> None:
         """Bring all values back to their devices, in memory of their own, and free the host memory."""
         self.carriers.settle()
-        for tenant in self._tenants.values():
-            own, host = local(tenant.tensor), local(tenant.item.host)
-            memory = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=own.device)
-            tenant.enter(memory.copy_(host))
+        try:
+            for tenant in self._tenants.values():
+                own, host = local(tenant.tensor), local(tenant.item.host)
+                memory = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=own.device)
+                tenant.enter(memory.copy_(host))
+        except BaseException:
+            # The device has no room: everything stays where it was.
+            for tenant in self._tenants.values():
+                tenant.leave()
+            raise
         self._free()
 
     def _free(self) -> None:
@@ -175,6 +266,29 @@ def _can_leave(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0 and own.numel() > 0 and own.is_floating_point() and is_dense(own) and can_offload(tensor)
 
 
+def shell_like(pattern: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Make a state tensor for `HollowStates.take` with other values: it has no memory on the device.
+
+    Parameters
+    ----------
+    pattern : Tensor
+        It has the state's shape on this rank, strides, dtype and device.
+    parameter : Tensor
+        The state is spread over ranks as this is.
+
+    Returns
+    -------
+    Tensor or None
+        None for what stays on its device.
+    """
+    own = torch.empty_like(pattern, memory_format=torch.preserve_format)
+    made = _sharded.like(own, parameter)
+    if not _can_leave(made):
+        return None
+    own.untyped_storage().resize_(0)
+    return made
+
+
 class HollowTraffic:
     """One step's way through batches of state tensors: each comes before it is used, and goes after.
 
@@ -182,37 +296,34 @@ class HollowTraffic:
     ----------
     states : HollowStates
         Where they live between steps.
-    batches : sequence of callables
-        Each returns the state tensors of a batch as they are now, with names: what does not exist yet is missing.
+    batches : sequence of sequences of Tensor
+        The state tensors of each batch. Those that stay on the device are left alone.
     """
 
-    def __init__(self, states: HollowStates, batches: Sequence[Callable[[], list[Named]]]) -> None:
+    def __init__(self, states: HollowStates, batches: Sequence[Sequence[torch.Tensor]]) -> None:
         self._states = states
-        self._batches = batches
-        self._coming: dict[int, dict[Carrier, list[_Tenant]]] = {}
-        self._there: dict[int, dict[Carrier, list[_Tenant]]] = {}
+        self._batches = [states.tenants(tensors) for tensors in batches]
+        self._is_coming = [False] * len(batches)
         sizes: dict[Carrier, int] = {}
-        for batch in batches:
-            for carrier, tenants in states.tenants(tensor for _, tensor in batch()).items():
+        for by_carrier in self._batches:
+            for carrier, tenants in by_carrier.items():
                 end = lay_out([tenant.item for tenant in tenants], 0)
                 sizes[carrier] = max(sizes.get(carrier, 0), end)
         for carrier, size in sizes.items():
             carrier.arena_bytes = size
 
     def _bring(self, index: int) -> None:
-        if index >= len(self._batches) or index in self._coming:
-            return
-        self._coming[index] = self._states.tenants(tensor for _, tensor in self._batches[index]())
-        for carrier, tenants in self._coming[index].items():
-            carrier.bring([tenant.item for tenant in tenants], index % 2)
+        if index < len(self._batches) and not self._is_coming[index]:
+            self._is_coming[index] = True
+            for carrier, tenants in self._batches[index].items():
+                carrier.bring([tenant.item for tenant in tenants], index % 2)
 
     def arrive(self, index: int) -> None:
         """Let the current stream have the state of a batch from here on."""
         self._bring(index)
         # The next one follows behind it, into the other arena.
         self._bring(index + 1)
-        self._there[index] = self._coming.pop(index)
-        for carrier, tenants in self._there[index].items():
+        for carrier, tenants in self._batches[index].items():
             carrier.arrive([tenant.item for tenant in tenants])
             arena = carrier.arena(index % 2)
             for tenant in tenants:
@@ -220,56 +331,19 @@ class HollowTraffic:
 
     def leave(self, index: int) -> None:
         """Send the state of a batch home: what uses it has been issued."""
-        there = self._there.pop(index)
-        known = {id(tenant.tensor) for tenants in there.values() for tenant in tenants}
-        for carrier, tenants in there.items():
+        for carrier, tenants in self._batches[index].items():
             carrier.send([tenant.item for tenant in tenants], index % 2)
             for tenant in tenants:
                 tenant.leave()
-                tenant.item.forget()
-        born = [(name, tensor) for name, tensor in self._batches[index]() if id(tensor) not in known]
-        for carrier, tenants in self._states._reserve([one for one in born if _can_leave(one[1])]):
-            self._bear(carrier, tenants, index % 2)
-
-    def _bear(self, carrier: Carrier, tenants: list[_Tenant], which: int) -> None:
-        items = [tenant.item for tenant in tenants]
-        carrier.shuttle.bear([item.slot for item in items])
-        # By way of an arena: what the optimizer has allocated goes back at once, in the order of the stream, and the
-        # device's memory does not grow with what is still on its way.
-        needed = sum(padded(item.nbytes) + padded(1) for item in items)
-        if needed > carrier.arena_bytes and any(carrier in coming for coming in self._coming.values()):
-            # Others lie in the arenas, which cannot be exchanged now.
-            carrier.send_apart({tenant.item: tenant.tensor for tenant in tenants})
-            for tenant in tenants:
-                tenant.leave()
-            return
-        carrier.arena_bytes = max(carrier.arena_bytes, needed)
-        lay_out(items, 0)
-        carrier.claim(which)
-        arena = carrier.arena(which)
-        for tenant in tenants:
-            local(tenant.item.view(arena)).copy_(local(tenant.tensor))
-        carrier.send(items, which)
-        for tenant in tenants:
-            tenant.leave()
-            tenant.item.forget()
 
     def end(self) -> None:
         """End the step: give the arenas back."""
-        for index, by_carrier in list(self._coming.items()):
-            for carrier, tenants in by_carrier.items():
-                carrier.discard([tenant.item for tenant in tenants])
-            del self._coming[index]
         for carrier in self._states.carriers.all():
             carrier.end_step()
 
     def abandon(self) -> None:
-        """End a step whose math has failed: the host keeps what it had of the batch that was under way."""
-        for by_carrier in self._there.values():
-            for carrier, tenants in by_carrier.items():
-                carrier.discard([tenant.item for tenant in tenants])
-                for tenant in tenants:
-                    tenant.leave()
-                    tenant.item.forget()
-        self._there.clear()
-        self.end()
+        """End a step that has failed: the host keeps what it had of what was on the device."""
+        try:
+            self._states.recover()
+        finally:
+            self.end()

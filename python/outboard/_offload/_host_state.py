@@ -61,6 +61,11 @@ class HostState(defaultdict[Any, Any]):
         found: dict[str, Any] = dict.__getitem__(self, key)
         return found
 
+    def peek(self, key: Any) -> dict[str, Any]:
+        """Return a parameter's state as it is, to look at."""
+        found: dict[str, Any] = dict.get(self, key, {})
+        return found
+
     def set_raw(self, key: Any, state: Any) -> None:
         """Put an entry in."""
         dict.__setitem__(self, key, state)

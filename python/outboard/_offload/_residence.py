@@ -107,9 +107,9 @@ class Residence:
             found[item.name] = self._home[item].shuttle.places([item.slot])[0]
         return found
 
-    def stats(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Return bytes and counts, summed over devices."""
-        total: dict[str, Any] = {"batches": len(self.plan(optimizer).batches), "device_bytes": 0}
+        total: dict[str, Any] = {"device_bytes": 0}
         for carrier in self.carriers.all():
             total["device_bytes"] += carrier.device_bytes
             for key, value in carrier.shuttle.stats().items():
@@ -160,6 +160,9 @@ class Residence:
                 # A copy that was given up may still read there.
                 carrier.shuttle.settle([item.slot])
                 local(item.host).copy_(own)
+                if carrier.shuttle.places([item.slot]) == ["pending"]:
+                    # It was to go home at the end of a step that has failed.
+                    carrier.shuttle.fill([item.slot])
                 self.state.raw(parameter)[key] = item.host
                 continue
             if item is not None:

@@ -9,6 +9,7 @@ optimizer that loops twice is served twice.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ Group = dict[str, Any]
 
 class Walk(Protocol):
     """One step's way through the batches."""
+
+    #: The thread that steps.
+    thread: int
 
     def parts(self) -> Iterator[Group]:
         """Yield the groups in parts, each of one batch; bring and send state between them."""
@@ -154,11 +158,14 @@ def is_stand_in(value: object) -> bool:
 
 
 def is_walking(walk: Walk) -> bool:
-    """Whether the step of this walk is among the callers of this function."""
-    frame: FrameType | None = sys._getframe(1)
+    """Whether the step of this walk goes on: among the callers of this function, or in the thread that steps."""
+    is_here = walk.thread == threading.get_ident()
+    frame: FrameType | None = sys._getframe(1) if is_here else sys._current_frames().get(walk.thread)
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, _StandIn) and id(caller) in _walks and _walks[id(caller)][0].walk is walk:
+        # The step itself, or torch's wrapper around it, which runs the other hooks.
+        arguments = frame.f_locals.get("args")
+        callers = (frame.f_locals.get("self"), *(arguments[:1] if type(arguments) is tuple else ()))
+        if any(isinstance(one, _StandIn) and id(one) in _walks and _walks[id(one)][0].walk is walk for one in callers):
             return True
         frame = frame.f_back
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from outboard import _capture, _sharded
 from outboard._arguments import check_choice, check_count
 from outboard._base import BaseOptimizer
-from outboard._native import default_threads
+from outboard._native import ForkedError, default_threads
 from outboard._offload._residence import Entry, Options, Residence
 from outboard._offload._stand_in import is_stand_in, is_walking, stand_in_for
 from outboard._offload._walk import StateWalk
@@ -42,18 +43,22 @@ class StateOffload:
         self._steps = 0
         self.turn_on_cpu_offload()
         self._register(optimizer)
+        # Whoever keeps the handle does not keep what the state was in.
+        weakref.finalize(optimizer, _close, weakref.ref(self)).atexit = False  # type: ignore[misc]
 
     # ---- Hooks -----------------------------------------------------------------------------------------------------
 
     def _register(self, optimizer: torch.optim.Optimizer) -> None:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            after := optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+        # What other hooks find after a step is a step that is over.
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -71,8 +76,9 @@ class StateOffload:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._walk is None or self._residence is None or is_stand_in(optimizer):
             return
-        walk, self._walk = self._walk, None
-        walk.finish()
+        # Kept until it is done: else whatever comes next ends it.
+        self._walk.finish()
+        self._walk = None
         for carrier in self._residence.carriers.all():
             carrier.end_step()
         self._steps += 1
@@ -80,7 +86,9 @@ class StateOffload:
             self._residence.check_keys()
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        residence = self._settled()
+        residence = self._standing()
+        if self._walk is not None and self._walk.has_begun:
+            raise _within_step()
         if residence is not None:
             self._adopt(optimizer)
             residence.settle()
@@ -134,17 +142,29 @@ class StateOffload:
     # ---- Between steps ---------------------------------------------------------------------------------------------
 
     def _settled(self) -> Residence | None:
-        """Return where state lives, after a step that failed in the middle has been ended; None while off."""
+        """Return where state lives, after a step that failed in the middle has been ended; None while off.
+
+        Raises
+        ------
+        RuntimeError
+            Within step().
+        ForkedError
+        """
+        found = self._standing()
+        if self._walk is not None:
+            # Its state is on the device, and is not to be taken away.
+            raise _within_step()
+        return found
+
+    def _standing(self) -> Residence | None:
+        """As `_settled`, also within step(), for what only looks."""
         if self._residence is not None:
             self._residence.carriers.check_process()
-            if self._walk is not None:
-                if is_walking(self._walk):
-                    # Its state is on the device, and is not to be taken away.
-                    raise RuntimeError(
-                        "state_dict() and the like within step() of an optimizer whose state is offloaded"
-                    )
+            if self._walk is not None and not is_walking(self._walk):
                 walk, self._walk = self._walk, None
                 walk.abandon()
+                # State that was made and had not gone home yet goes now.
+                self._adopt(self._require())
         return self._residence
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -221,7 +241,7 @@ class StateOffload:
         One of ``"pending"``, ``"host"``, ``"h2d"``, ``"device"``, ``"d2h"``: no value yet, at home, on its way to the
         device, there, on its way home. Between steps it is ``"host"`` or ``"d2h"``.
         """
-        residence = self._settled()
+        residence = self._standing()
         return {} if residence is None else residence.places()
 
     def staying(self) -> dict[str, str]:
@@ -230,7 +250,7 @@ class StateOffload:
         0-d tensors, integers, sparse ones, tensors in a storage that others share, subclasses, and what `min_numel` and
         `state_keys` exclude.
         """
-        residence = self._settled()
+        residence = self._standing()
         return {} if residence is None else residence.staying()
 
     def stats(self) -> dict[str, Any]:
@@ -239,11 +259,29 @@ class StateOffload:
         Returns
         -------
         dict
-            ``steps``; ``batches`` of the next step; ``host_bytes``, ``pinned_bytes``; ``device_bytes`` of the arenas;
-            ``bytes_in``, ``bytes_out``, ``copies_in``, ``copies_out`` so far.
+            ``steps``; ``batches`` of the next step, or of the one that goes on; ``host_bytes``, ``pinned_bytes``;
+            ``device_bytes`` of the arenas; ``bytes_in``, ``bytes_out``, ``copies_in``, ``copies_out`` so far.
         """
-        residence = self._settled()
-        return {"steps": self._steps} | ({} if residence is None else residence.stats(self._require()))
+        residence = self._standing()
+        if residence is None:
+            return {"steps": self._steps}
+        plan = residence.plan(self._require()) if self._walk is None else self._walk.plan
+        return {"steps": self._steps, "batches": len(plan.batches)} | residence.stats()
+
+
+def _within_step() -> RuntimeError:
+    return RuntimeError("state_dict() and the like within step() of an optimizer whose state is offloaded")
+
+
+def _close(reference: weakref.ref[StateOffload]) -> None:
+    """Free the host memory of an optimizer that is gone."""
+    handle = reference()
+    if handle is None or handle._residence is None:
+        return
+    residence, handle._residence, handle._walk = handle._residence, None, None
+    # In a fork it is the parent's.
+    with suppress(ForkedError):
+        residence.close()
 
 
 def offload_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 
 from outboard._offload._batches import Batch, Plan
 from outboard._offload._carrier import Carrier
-from outboard._offload._hollow import HollowTensor
+from outboard._offload._hollow import hollow_out
 from outboard._offload._stand_in import Group, GroupValues
 from outboard._offload._travel import Item, local
 
@@ -44,7 +45,9 @@ class StateWalk:
     def __init__(self, residence: Residence, groups: list[Group], plan: Plan) -> None:
         self._residence = residence
         self._groups = groups
-        self._plan = plan
+        self.plan = plan
+        #: The thread that steps.
+        self.thread = threading.get_ident()
         #: The state of parameters whose batch is there, its tensors on the device.
         self.present: dict[torch.Tensor, dict[str, Any]] = {}
         #: What is on its way to the device for a batch that has not begun.
@@ -55,6 +58,11 @@ class StateWalk:
         #: Parameters that were asked for out of turn.
         self._apart: dict[torch.Tensor, _Load] = {}
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything is on the device."""
+        return any((self.present, self._coming, self._there, self._apart))
+
     # ---- What the stand-in asks for --------------------------------------------------------------------------------
 
     def _parts(self) -> list[_Part]:
@@ -62,7 +70,7 @@ class StateWalk:
         for index, group in enumerate(self._groups):
             parts.append(_Part(index, [], None))
             for parameter in group["params"]:
-                batch = self._plan.batch_of.get(parameter)
+                batch = self.plan.batch_of.get(parameter)
                 current = parts[-1]
                 if batch is not None and current.batch is not None and batch is not current.batch:
                     current = _Part(index, [], batch)
@@ -89,7 +97,7 @@ class StateWalk:
             narrowed = values[part.group].part(part.parameters)
             yield narrowed
             values[part.group].take(narrowed)
-        if len(self._plan.batches) > 1:
+        if len(self.plan.batches) > 1:
             self.end_turn()
 
     def knows(self, key: object) -> bool:
@@ -98,7 +106,7 @@ class StateWalk:
 
     def put(self, key: Any, state: Any) -> None:
         """Replace the state of a parameter."""
-        if isinstance(key, torch.Tensor) and key in self._plan.batch_of and isinstance(state, dict):
+        if isinstance(key, torch.Tensor) and key in self.plan.batch_of and isinstance(state, dict):
             if self.touch(key) is not state:
                 # The optimizer writes to the one that it has given.
                 self.present[key] = state
@@ -111,10 +119,12 @@ class StateWalk:
 
     def touch(self, key: Any) -> Any:
         """Return the state of a parameter, its tensors on the device."""
+        # As torch's mapping does, for whoever asks afterwards whether there is any.
+        self._residence.state.raw(key)
         found = self.present.get(key)
         if found is not None:
             return found
-        batch = self._plan.batch_of.get(key) if isinstance(key, torch.Tensor) else None
+        batch = self.plan.batch_of.get(key) if isinstance(key, torch.Tensor) else None
         if batch is None:
             return self._residence.state.raw(key)
         if batch is not self._turn:
@@ -158,17 +168,17 @@ class StateWalk:
         self._bring(batch)
         if self._residence.options.packed:
             # The next one follows behind it, if it goes into the other arena: those without gradients are left out.
-            following = next((other for other in self._plan.after(batch) if self._due(other)), batch)
+            following = next((other for other in self.plan.after(batch) if self._due(other)), batch)
             if following.which != batch.which:
                 self._bring(following)
         self._let_in(batch, self._due(batch), self._coming.pop(batch, _Load()))
 
     def _let_in(self, batch: Batch, parameters: list[torch.Tensor], load: _Load) -> None:
+        self._there.setdefault(batch, _Load()).views.update(load.views)
         if load.views:
             batch.carrier.arrive(list(load.views))
-        self._there.setdefault(batch, _Load()).views.update(load.views)
         for parameter in parameters:
-            state = dict(self._residence.state.raw(parameter))
+            state = dict(self._residence.state.peek(parameter))
             for key, item in self._residence.items_of(parameter).items():
                 state[key] = load.views[item]
             self.present[parameter] = state
@@ -179,7 +189,7 @@ class StateWalk:
         if batch is None:
             return
         if batch in self._there:
-            load = self._there.pop(batch)
+            load = self._there[batch]
             own = [parameter for parameter in batch.parameters if parameter not in self._apart]
             born = self._settle_states(batch.carrier, own, load)
             if load.views:
@@ -187,11 +197,8 @@ class StateWalk:
                     batch.carrier.send(list(load.views), batch.which)
                 else:
                     batch.carrier.send_apart(load.views)
-                for item, view in load.views.items():
-                    # Whoever has kept it would write to what is another batch's now.
-                    item.forget()
-                    local(view).data = local(view).new_empty(0)
-                    local(view).__class__ = HollowTensor
+                _end_views(load)
+            del self._there[batch]
             if born:
                 self._residence.bear(batch, born)
         else:
@@ -205,7 +212,8 @@ class StateWalk:
         storages = {local(view).untyped_storage().data_ptr() for view in load.views.values()}
         for parameter in parameters:
             state = self.present.pop(parameter, None)
-            if state is None:
+            if state is None or not self.knows(parameter):
+                # Nobody has asked for it.
                 continue
             for key, item in list(self._residence.items_of(parameter).items()):
                 view, value = load.views[item], state.pop(key, None)
@@ -231,15 +239,14 @@ class StateWalk:
 
     def _bring_apart(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Bring a parameter's state out of turn, into memory of its own, until the step is over."""
-        batch = self._plan.batch_of[parameter]
+        batch = self.plan.batch_of[parameter]
         carrier, items = batch.carrier, self._residence.items_of(parameter)
         # On its way already, with its batch: that comes when its turn does.
         carrier.discard(list(self._coming.pop(batch, _Load()).views))
-        load = _Load(carrier.bring_apart(list(items.values())) if items else {})
+        load = self._apart[parameter] = _Load(carrier.bring_apart(list(items.values())) if items else {})
         if items:
             carrier.arrive(list(items.values()))
         state = dict(self._residence.state.raw(parameter)) | {key: load.views[item] for key, item in items.items()}
-        self._apart[parameter] = load
         self.present[parameter] = state
         return state
 
@@ -252,22 +259,32 @@ class StateWalk:
             batch.carrier.discard(list(load.views))
         self._coming.clear()
         for parameter, load in self._apart.items():
-            carrier = self._plan.batch_of[parameter].carrier
+            carrier = self.plan.batch_of[parameter].carrier
             born = self._settle_states(carrier, [parameter], load)
             if load.views:
                 carrier.send_apart(load.views)
+                _end_views(load)
             if born:
                 self._residence.bear_apart(carrier, born)
         self._apart.clear()
 
     def abandon(self) -> None:
         """End a step whose math has failed: what is on the device is dropped, the host keeps what it had."""
-        apart = [(self._plan.batch_of[parameter], load) for parameter, load in self._apart.items()]
-        for batch, load in [*self._coming.items(), *self._there.items(), *apart]:
-            batch.carrier.discard(list(load.views))
-        for left in (self._coming, self._there, self._apart, self.present):
-            left.clear()
-        self._turn = None
+        try:
+            self._residence.carriers.recall()
+        finally:
+            for load in (*self._coming.values(), *self._there.values(), *self._apart.values()):
+                _end_views(load)
+            for left in (self._coming, self._there, self._apart, self.present):
+                left.clear()
+            self._turn = None
+
+
+def _end_views(load: _Load) -> None:
+    """Empty tensors whose memory on the device is no longer theirs: whoever has kept one would write to another's."""
+    for item, view in load.views.items():
+        item.forget()
+        hollow_out(view, local(view).new_empty(0))
 
 
 def _fits(value: torch.Tensor, item: Item) -> bool:

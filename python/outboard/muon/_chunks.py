@@ -25,17 +25,21 @@ ADAMW_BYTES = 64 << 20
 TOGETHER = 1 << 20
 
 
+def missing_keys(state: dict[str, Any], use_muon: bool) -> tuple[str, ...]:
+    """Return the keys of the tensors that a parameter's state lacks: all of them or none."""
+    keys = ("momentum_buffer",) if use_muon else ("moment1", "moment2")
+    return () if keys[0] in state else keys
+
+
 def first_state(
     state: dict[str, Any], parameter: torch.Tensor, like: torch.Tensor, *, use_muon: bool
 ) -> dict[str, Any]:
     """Put zeros into a parameter's state where it has none yet; `like` has the momentum's dtype and strides."""
-    keys = ("momentum_buffer",) if use_muon else ("moment1", "moment2")
-    if keys[0] not in state:
+    for key in missing_keys(state, use_muon):
+        own = torch.zeros_like(_sharded.local(like), memory_format=torch.preserve_format)
+        state[key] = _sharded.like(own, parameter)
         if not use_muon:
             state["step"] = 0
-        for key in keys:
-            own = torch.zeros_like(_sharded.local(like), memory_format=torch.preserve_format)
-            state[key] = _sharded.like(own, parameter)
     return state
 
 
@@ -48,10 +52,16 @@ class Entry:
     group: dict[str, Any]
     states: Any
 
-    def named_states(self) -> list[tuple[str, torch.Tensor]]:
-        """Return its state tensors that there are, with names."""
+    @property
+    def like(self) -> torch.Tensor:
+        """What its state is like on this rank: AdamW's like the parameter, a momentum like the gradient."""
+        assert self.parameter.grad is not None
+        return _sharded.local(self.parameter.grad if self.group["use_muon"] else self.parameter)
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return its state tensors that there are."""
         state = self.states.get(self.parameter, {})
-        return [(f"{key} of {self.name}", value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+        return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
     @property
     def flatten(self) -> bool | None:
@@ -71,9 +81,9 @@ class Batch:
 
     entries: list[Entry]
 
-    def named_states(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the state tensors that there are, with names."""
-        return [pair for entry in self.entries for pair in entry.named_states()]
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return the state tensors that there are."""
+        return [tensor for entry in self.entries for tensor in entry.state_tensors()]
 
     def update_state(self) -> None:
         """Do all that reads or writes state."""
@@ -87,7 +97,7 @@ class AdamBatch(Batch):
         """Update the parameters."""
         states = []
         for entry in self.entries:
-            states.append(first_state(entry.states[entry.parameter], entry.parameter, entry.parameter, use_muon=False))
+            states.append(first_state(entry.states[entry.parameter], entry.parameter, entry.like, use_muon=False))
         _adamw.step([entry.parameter for entry in self.entries], states, self.entries[0].group)
 
 
@@ -112,7 +122,7 @@ class Chunk(Batch):
             parameter, group = entry.parameter, entry.group
             assert parameter.grad is not None
             grad = _sharded.local(parameter.grad)
-            state = first_state(entry.states[parameter], parameter, grad, use_muon=True)
+            state = first_state(entry.states[parameter], parameter, entry.like, use_muon=True)
             buffer = _sharded.local(state["momentum_buffer"])
             buffer.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

@@ -34,6 +34,11 @@ def _check_number(group: Group, key: str, *, below: float = math.inf) -> None:
         raise ValueError(f"Invalid {key}: {value}" + (f" (from 0 to below {below:g})" if below < math.inf else ""))
 
 
+def _check_bool(group: Group, key: str) -> None:
+    if not isinstance(group[key], bool):
+        raise TypeError(f"{key} must be True or False, not {group[key]!r}")
+
+
 def _check_count(value: object, key: str, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{key} must be a whole number, not {value!r}")
@@ -73,14 +78,15 @@ def check_group(group: Group) -> None:
             "a parameter group says use_muon=True (matrices, by Muon) or use_muon=False (by AdamW): "
             "outboard.muon.param_groups(model) makes such groups"
         )
-    if not isinstance(group["use_muon"], bool):
-        raise TypeError(f"use_muon must be True or False, not {group['use_muon']!r}")
+    _check_bool(group, "use_muon")
     _check_number(group, "lr")
     _check_number(group, "weight_decay")
     if group["use_muon"]:
         _check_number(group, "momentum", below=1.0)
         _check_count(group["ns_steps"], "ns_steps", 1)
         coefficients_of(group)
+        _check_bool(group, "nesterov")
+        _check_bool(group, "none_grad")
         if group["adjust_lr"] not in ADJUSTMENTS:
             raise ValueError(f"adjust_lr must be one of {', '.join(ADJUSTMENTS)}, not {group['adjust_lr']!r}")
         if group.get("flatten") not in (None, True, False):
@@ -192,9 +198,15 @@ def param_groups(
     model : Module
     is_muon : callable, optional
         Takes a parameter's name and the parameter, and says whether Muon is to update it; parameters with fewer than
-        two dimensions cannot be. Unless given: all with two dimensions or more, but for weights of `nn.Embedding` (also
-        where another module shares them), and the head: the weight of a linear layer whose name ends in lm_head, head,
-        output, embed_out, classifier or score, or that has as many outputs as an embedding has entries.
+        two dimensions cannot be. Unless given: all with two dimensions or more, but for
+
+        - weights of `nn.Embedding` and `nn.EmbeddingBag` (also where another module shares them), and parameters whose
+          own name contains embed, such as pos_embed,
+        - the head: the weight of a linear layer whose name ends in lm_head, head, output, embed_out, classifier or
+          score, or that has as many outputs as an embedding has entries,
+        - norms: what modules hold whose class has Norm in its name,
+        - biases: parameters whose own name is bias, or begins or ends so (bias_k, in_proj_bias),
+        - what has one row or one column: a direction, which orthogonalising would only normalise.
     **settings
         Put into all groups, such as ``lr=1e-3``.
 
@@ -205,19 +217,24 @@ def param_groups(
         (``flatten=True``), the rest. Frozen parameters are in them, so that they can be unfrozen; tied ones are there
         once.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    entries = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    heads, flat = set(), set()
+    others, flat = set(), set()
+    embeddings = [one for one in model.modules() if isinstance(one, (torch.nn.Embedding, torch.nn.EmbeddingBag))]
+    entries = {module.num_embeddings for module in embeddings}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             named = name.rpartition(".")[2] in _HEADS
             if named or module.out_features in entries:
-                heads.add(id(module.weight))
+                others.add(id(module.weight))
         if isinstance(module, _CONVOLUTIONS):
             flat.add(id(module.weight))
+        is_other = module in embeddings or "Norm" in type(module).__name__
+        for own, parameter in module.named_parameters(recurse=False):
+            if is_other or "embed" in own or own.startswith("bias") or own.endswith("_bias"):
+                others.add(id(parameter))
 
     def usual(_: str, parameter: torch.Tensor) -> bool:
-        return id(parameter) not in embeddings and id(parameter) not in heads
+        rows, columns = matrix_shape(parameter.shape, True if id(parameter) in flat else None)
+        return id(parameter) not in others and min(rows, columns) > 1
 
     chosen = usual if is_muon is None else is_muon
     groups: list[Group] = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.optim.optimizer import Optimizer
 
 from outboard import _capture, _sharded
 from outboard._native import default_threads
-from outboard._offload._hollow import HollowStates, HollowTraffic
+from outboard._offload._hollow import HollowStates, HollowTraffic, shell_like
 from outboard._offload._host_state import on_device
 from outboard.muon import _groups
-from outboard.muon._chunks import Batch, Chunk, Entry, cut, first_state
+from outboard.muon._chunks import Batch, Chunk, Entry, cut, first_state, missing_keys
 from outboard.muon._clip import QkClip
 from outboard.muon._newton_schulz import COEFFICIENTS, Triple
 from outboard.muon._spread import check_agreement
@@ -203,15 +204,17 @@ class Muon(Optimizer):
             raise _capture.refuse("step() of Muon")
         entries = self._entries(qk_logits)
         batches = cut(entries, self._chunk_size)
-        traffic = self._begin_traffic(batches)
+        traffic = self._begin_traffic(entries, batches)
         try:
             self._run(batches, traffic)
+            if traffic is not None:
+                traffic.end()
         except BaseException:
             if traffic is not None:
-                traffic.abandon()
+                # What has failed is to be seen, not what could not be done about it.
+                with suppress(Exception):
+                    traffic.abandon()
             raise
-        if traffic is not None:
-            traffic.end()
         if qk_logits is not None and self._clip is not None:
             for name, parameter in self._named():
                 self._clip.apply(name, parameter, qk_logits)
@@ -250,14 +253,15 @@ class Muon(Optimizer):
             _sharded.complete_gradients([entry.parameter for entry in entries], lambda one: of[id(one)])
         return entries
 
-    def _begin_traffic(self, batches: Sequence[Batch]) -> HollowTraffic | None:
+    def _begin_traffic(self, entries: Sequence[Entry], batches: Sequence[Batch]) -> HollowTraffic | None:
         if self._hollow is None:
             return None
         self._hollow.carriers.check_process()
         # What others have put into the state since the last step.
         self._hollow.keep_only(tensor for _, tensor in self._named_states())
         self._hollow.take(self._named_states())
-        return HollowTraffic(self._hollow, [batch.named_states for batch in batches])
+        self._make_on_host((one.name, one.parameter, one.like, one.group["use_muon"]) for one in entries)
+        return HollowTraffic(self._hollow, [batch.state_tensors() for batch in batches])
 
     def _run(self, batches: Sequence[Batch], traffic: HollowTraffic | None) -> None:
         """Work through the batches: shards travel ahead of the products, and back behind them."""
@@ -292,14 +296,37 @@ class Muon(Optimizer):
     def _make_state(self) -> None:
         """Make the state that the first step would find, for all parameters."""
         names = iter(self._named())
-        for group in self.param_groups:
-            for parameter, (name, _) in zip(group["params"], names, strict=False):
-                if not parameter.requires_grad:
-                    continue
-                state = first_state(self.state[parameter], parameter, parameter, use_muon=group["use_muon"])
-                if self._hollow is not None:
-                    tensors = [(f"{key} of {name}", value) for key, value in state.items() if key != "step"]
-                    self._hollow.take(tensors)
+        wanted = [
+            (name, parameter, _sharded.local(parameter), group["use_muon"])
+            for group in self.param_groups
+            for parameter, (name, _) in zip(group["params"], names, strict=False)
+            if parameter.requires_grad
+        ]
+        if self._hollow is not None:
+            self._make_on_host(wanted)
+        for _, parameter, like, use_muon in wanted:
+            first_state(self.state[parameter], parameter, like, use_muon=use_muon)
+
+    def _make_on_host(self, wanted: Iterable[tuple[str, torch.Tensor, torch.Tensor, bool]]) -> None:
+        """Make zeros for (name, parameter, what its state is like, use_muon), where there are none and they can leave.
+
+        Made at once, they lie side by side in one buffer, and are nowhere on the device.
+        """
+        assert self._hollow is not None
+        made = []
+        for name, parameter, like, use_muon in wanted:
+            for key in missing_keys(self.state.get(parameter, {}), use_muon):
+                tensor = shell_like(like, parameter)
+                if tensor is not None:
+                    made.append((name, parameter, key, tensor))
+        zero = torch.zeros(())
+        self._hollow.take(
+            [(f"{key} of {name}", tensor) for name, _, key, tensor in made], {id(one[3]): zero for one in made}
+        )
+        for _, parameter, key, tensor in made:
+            self.state[parameter][key] = tensor
+            if key != "momentum_buffer":
+                self.state[parameter]["step"] = 0
 
     # ---- State on the host -----------------------------------------------------------------------------------------
 
@@ -316,7 +343,7 @@ class Muon(Optimizer):
             found += [(f"{key} of {name}", value) for key, value in state.items() if isinstance(value, torch.Tensor)]
         return found
 
-    def turn_on_cpu_offload(self, checkpoint: bool = False) -> None:
+    def turn_on_cpu_offload(self, checkpoint: bool | None = None) -> None:
         """Keep state in host memory between steps, from now on; it may exist already, or not yet.
 
         The state's tensors stay the same objects, of the same shape, dtype and device; their storage on the device has
@@ -325,14 +352,21 @@ class Muon(Optimizer):
 
         Parameters
         ----------
-        checkpoint : bool
+        checkpoint : bool, optional
             Whether `state_dict` and `load_state_dict` work meanwhile, from and into host memory; they raise otherwise.
+            Unless given, it is as an earlier call has said, or else they raise.
         """
-        self._can_checkpoint = bool(checkpoint)
+        if checkpoint is not None:
+            self._can_checkpoint = bool(checkpoint)
         if self._cpu_offload:
             return
         hollow = HollowStates(default_threads()[0])
-        hollow.take(self._named_states())
+        try:
+            hollow.take(self._named_states())
+        except BaseException:
+            # There is not enough host memory: everything stays where it was.
+            hollow.give_back()
+            raise
         self._hollow = hollow
         self._cpu_offload = True
 
@@ -458,15 +492,20 @@ def _after_load(optimizer: Any) -> None:
         return
     before, loading = found
     hollow.carriers.settle()
+    made: list[tuple[str, torch.Tensor]] = []
+    values: dict[int, torch.Tensor] = {}
     for parameter, key, own in loading:
         tensor = before.get(parameter, {}).get(key)
         host = None if tensor is None else hollow.host_of(tensor)
-        device, dtype = _sharded.local(parameter).device, parameter.dtype
         if host is not None and host.shape == _sharded.like(own, parameter).shape:
             hollow.write(tensor, own)
         else:
-            made = torch.empty_like(_sharded.local(parameter), dtype=dtype, device=device).copy_(own)
-            tensor = _sharded.like(made, parameter)
-            hollow.take([(f"{key} of a parameter", tensor)])
+            tensor = shell_like(_sharded.local(parameter), parameter)
+            if tensor is None:
+                tensor = _sharded.like(torch.empty_like(_sharded.local(parameter)).copy_(own), parameter)
+            else:
+                made.append((f"{key} of a parameter", tensor))
+                values[id(tensor)] = own
         optimizer.state[parameter][key] = tensor
+    hollow.take(made, values)
     hollow.keep_only(tensor for _, tensor in optimizer._named_states())
