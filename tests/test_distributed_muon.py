@@ -99,6 +99,18 @@ def as_whole(device: str, mesh_shape: list[int], names: list[str], shapes: Any, 
                     assert value.device_mesh == parameter.device_mesh  # type: ignore[attr-defined]
                     own = value._local_tensor
                     assert own.untyped_storage().size() == 0
+                    if own.numel() > 0:
+                        refuses_use(value)
+
+
+def refuses_use(value: DTensor) -> None:
+    own = value._local_tensor
+    assert value.to_local().untyped_storage().size() == 0
+    assert "on the host" in repr(value)
+    # Each would read, or write, at address 0.
+    for use in (value.sum, value.clone, value.full_tensor, value.zero_, own.sum, lambda: value + 1):
+        with pytest.raises(RuntimeError, match="on the host"):
+            use()
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1, "warmup_step": 0}], ids=str)

@@ -1,16 +1,11 @@
-"""`outboard.Muon` in one process: against torch's own, its groups, QK clipping, checkpoints, state on the host.
+"""`outboard.Muon` in one process: against torch's own, its groups, QK clipping.
 
 Over 500 lines: independent cases, read one at a time.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
 import math
-import pickle
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outboard
-from lanes import LanesDevice
+from muons import MATRICES, VECTORS, assert_same, give_gradients, make, muon, step
 from outboard.muon import orthogonalize, param_groups, parse_qk_name, set_ns_compile
 from outboard.muon._newton_schulz import COEFFICIENTS
 from outboard.muon._spread import owners
 
-MATRICES = ((64, 128),) * 4
-VECTORS = ((128,),) * 3
 MIXED = ((64, 128), (128, 64), (33, 20), (64, 64), (64, 64), (1, 7), (7, 1))
 
 
@@ -36,36 +29,6 @@ def no_compilation() -> Iterator[None]:
     set_ns_compile(False)
     yield
     set_ns_compile(was)
-
-
-def make(
-    shapes: tuple[tuple[int, ...], ...] = MATRICES, dtype: torch.dtype = torch.float32, device: Any = "cpu"
-) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
-
-
-def give_gradients(parameters: list[torch.Tensor], seed: int) -> None:
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
-
-
-def step(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer, seed: int) -> None:
-    give_gradients(parameters, seed)
-    optimizer.step()
-
-
-def muon(matrices: list[torch.Tensor], vectors: list[torch.Tensor] | None = None, **options: Any) -> outboard.Muon:
-    groups = [{"params": matrices, "use_muon": True}]
-    if vectors:
-        groups.append({"params": vectors, "use_muon": False})
-    return outboard.Muon(groups, **{"lr": 0.02, **options})
-
-
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    for index, (one, other) in enumerate(zip(left, right, strict=True)):
-        assert torch.equal(one, other), index
 
 
 # ---- Bits -----------------------------------------------------------------------------------------------------------
@@ -520,264 +483,7 @@ def test_names_of_projections(name: str, expected: tuple[int, str] | None) -> No
     assert parse_qk_name(name) == expected
 
 
-# ---- Checkpoints and copies -----------------------------------------------------------------------------------------
-
-
-def twins(offload: bool, **options: Any) -> tuple[list[torch.Tensor], outboard.Muon]:
-    matrices, vectors = make(), make(VECTORS)
-    optimizer = muon(matrices, vectors, **options)
-    if offload:
-        optimizer.turn_on_cpu_offload(checkpoint=True)
-    return matrices + vectors, optimizer
-
-
-@pytest.mark.parametrize("into", [False, True])
-@pytest.mark.parametrize("source", [False, True])
-def test_save_load_and_go_on(lanes_device: LanesDevice, source: bool, into: bool) -> None:
-    if not lanes_device.is_simulated:
-        pytest.skip("the same on CUDA: tests/test_muon_cuda.py")
-    whole, uninterrupted = twins(False)
-    first, saving = twins(source)
-    for seed in range(3):
-        step(whole, uninterrupted, seed)
-        step(first, saving, seed)
-    file = io.BytesIO()
-    torch.save(saving.state_dict(), file)
-    file.seek(0)
-    second, resumed = twins(into)
-    with torch.no_grad():
-        for left, right in zip(second, first, strict=True):
-            left.copy_(right)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    for seed in range(3, 6):
-        step(whole, uninterrupted, seed)
-        step(second, resumed, seed)
-    assert_same(whole, second)
-    assert resumed.state[second[-1]]["step"] == 6
-
-
-def test_reading_before_the_first_step_changes_nothing() -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    torch.manual_seed(0)
-    models = [torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [outboard.Muon(param_groups(model), lr=0.02) for model in models]
-    assert optimizers[0].state_dict()["state"] == {}
-    get_optimizer_state_dict(models[1], optimizers[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for seed in range(2):
-            step(list(model.parameters()), optimizer, seed)
-    assert_same(list(models[0].parameters()), list(models[1].parameters()))
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_copies_go_on_with_the_same_bits(lanes_device: LanesDevice, offload: bool) -> None:
-    if not lanes_device.is_simulated:
-        pytest.skip("the same on CUDA: tests/test_muon_cuda.py")
-    parameters, optimizer = twins(offload)
-    step(parameters, optimizer, 0)
-    others = [copy.deepcopy((parameters, optimizer)), pickle.loads(pickle.dumps((parameters, optimizer)))]
-    step(parameters, optimizer, 1)
-    for copied, theirs in others:
-        assert not theirs.cpu_offload
-        step(copied, theirs, 1)
-        assert_same(parameters, copied)
-        with pytest.raises(ValueError, match="use_muon"):
-            theirs.add_param_group({"params": make(VECTORS)})
-
-
-# ---- State on the host ----------------------------------------------------------------------------------------------
-
-
-def storages(optimizer: outboard.Muon) -> list[int]:
-    return [
-        value.untyped_storage().size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-
-
-@pytest.fixture
-def simulated(lanes_device: LanesDevice) -> LanesDevice:
-    if not lanes_device.is_simulated:
-        pytest.skip("the same on CUDA: tests/test_muon_cuda.py")
-    return lanes_device
-
-
-@pytest.mark.parametrize("vectors", [(), VECTORS])
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 3, "warmup_step": 0}])
-def test_the_same_bits_as_without(
-    simulated: LanesDevice, vectors: tuple[tuple[int, ...], ...], options: dict[str, Any]
-) -> None:
-    one, other = make(MATRICES + vectors), make(MATRICES + vectors)
-    theirs = muon(one[:4], one[4:], **options)
-    ours = muon(other[:4], other[4:], **options)
-    ours.turn_on_cpu_offload()
-    assert ours.host_buffers() == []
-    for seed in range(3):
-        step(one, theirs, seed)
-        step(other, ours, seed)
-        assert_same(one, other)
-        assert set(storages(ours)) == {0}
-    assert sum(buffer.numel() for buffer in ours.host_buffers()) >= 4 * 64 * 128 * 4
-    assert {buffer.dtype for buffer in ours.host_buffers()} == {torch.uint8}
-    assert ours._hollow is not None
-    assert [hazard for carrier in ours._hollow.carriers.all() for hazard in carrier.shuttle.hazards()] == []
-
-
-def test_first_states_go_home_through_arenas_that_are_still_leaving(
-    simulated: LanesDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Products would give the copies time.
-    monkeypatch.setattr("outboard.muon._chunks.orthogonalize", lambda matrices, _: matrices.bfloat16())
-    shapes = ((512, 512),) * 8
-    for order in range(4):
-        monkeypatch.setattr("outboard._lanes.LaneOptions.simulate", order)
-        one, other = make(shapes), make(shapes)
-        theirs, ours = muon(one, chunk_size=1), muon(other, chunk_size=1)
-        ours.turn_on_cpu_offload()
-        step(one, theirs, 0)
-        step(other, ours, 0)
-        ours.turn_off_cpu_offload()
-        for left, right in zip(one, other, strict=True):
-            assert torch.equal(theirs.state[left]["momentum_buffer"], ours.state[right]["momentum_buffer"])
-
-
-def test_first_states_beside_states_that_are_there_already(simulated: LanesDevice) -> None:
-    # A larger matrix has its first gradient late: its state is made while the next batch lies in the other arena.
-    shapes = ((64, 64), (96, 96), (256, 128), (64, 64))
-    one, other = make(shapes), make(shapes)
-    theirs, ours = muon(one[:3], one[3:], chunk_size=1), muon(other[:3], other[3:], chunk_size=1)
-    ours.turn_on_cpu_offload()
-    for seed in range(4):
-        for parameters, optimizer in ((one, theirs), (other, ours)):
-            give_gradients(parameters, seed)
-            if seed < 2:
-                parameters[2].grad = None
-            optimizer.step()
-        assert_same(one, other)
-    assert set(storages(ours)) == {0}
-
-
-def test_toggled_every_second_step(simulated: LanesDevice) -> None:
-    one, theirs = twins(False)
-    other, ours = twins(False)
-    tensors: dict[Any, Any] = {}
-    for seed in range(6):
-        (ours.turn_on_cpu_offload if seed // 2 % 2 == 0 else ours.turn_off_cpu_offload)()
-        (ours.turn_on_cpu_offload if seed // 2 % 2 == 0 else ours.turn_off_cpu_offload)()  # again: nothing happens
-        step(one, theirs, seed)
-        step(other, ours, seed)
-        assert_same(one, other)
-        assert ours.cpu_offload == (seed // 2 % 2 == 0)
-        assert bool(ours.host_buffers()) == ours.cpu_offload
-        for parameter, state in ours.state.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    # The same objects, of the same shape and dtype, wherever their values are.
-                    assert tensors.setdefault((parameter, key), value) is value
-                    assert value.shape == parameter.shape
-                    assert value.dtype == parameter.dtype
-    ours.turn_off_cpu_offload()
-    for index, state in theirs.state_dict()["state"].items():
-        for key, value in state.items():
-            twin = ours.state_dict()["state"][index][key]
-            assert torch.equal(value, twin) if isinstance(value, torch.Tensor) else value == twin
-
-
-def test_checkpoints_are_refused_or_asked_for(simulated: LanesDevice) -> None:
-    parameters, optimizer = twins(False)
-    step(parameters, optimizer, 0)
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.turn_on_cpu_offload()
-    with pytest.raises(RuntimeError, match=r"turn_off_cpu_offload\(\) before checkpoint save"):
-        optimizer.state_dict()
-    with pytest.raises(RuntimeError, match=r"turn_off_cpu_offload\(\) before checkpoint load"):
-        optimizer.load_state_dict(saved)
-    optimizer.turn_on_cpu_offload(checkpoint=True)
-    again = optimizer.state_dict()
-    for index, state in saved["state"].items():
-        for key, value in state.items():
-            assert torch.equal(value, again["state"][index][key]) if isinstance(value, torch.Tensor) else True
-    optimizer.load_state_dict(saved)
-    assert set(storages(optimizer)) == {0}
-    optimizer.turn_off_cpu_offload()
-    # What is loaded while off stays on the device, and leaves when turned on.
-    optimizer.load_state_dict(saved)
-    assert 0 not in storages(optimizer)
-    assert optimizer.host_buffers() == []
-    optimizer.turn_on_cpu_offload()
-    assert set(storages(optimizer)) == {0}
-    # torch's loading shares memory with what is loaded, which is nobody's to take.
-    assert torch.isfinite(saved["state"][0]["momentum_buffer"].sum())
-    for index, state in saved["state"].items():
-        for key, value in state.items():
-            assert torch.equal(value, again["state"][index][key]) if isinstance(value, torch.Tensor) else True
-
-
-def test_values_that_are_elsewhere_are_not_read(simulated: LanesDevice) -> None:
-    parameters, optimizer = twins(False)
-    optimizer.turn_on_cpu_offload()
-    step(parameters, optimizer, 0)
-    buffer = optimizer.state[parameters[0]]["momentum_buffer"]
-    for read in (lambda: buffer.sum(), lambda: buffer + 1, lambda: buffer.clone(), lambda: torch.equal(buffer, buffer)):
-        with pytest.raises(RuntimeError, match=r"on the host.*turn_off_cpu_offload"):
-            read()
-    assert "on the host" in repr(buffer)
-    optimizer.turn_off_cpu_offload()
-    assert type(buffer) is torch.Tensor
-    assert buffer.abs().sum() > 0
-
-
-def test_a_failure_in_mid_step_can_be_gone_on_from(simulated: LanesDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outboard.muon import _chunks
-
-    parameters, optimizer = twins(False, chunk_size=2)
-    optimizer.turn_on_cpu_offload()
-    step(parameters, optimizer, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(_chunks._adamw, "step", lambda *_: (_ for _ in ()).throw(RuntimeError("the math has failed")))
-        with pytest.raises(RuntimeError, match="the math has failed"):
-            step(parameters, optimizer, 1)
-    assert set(storages(optimizer)) == {0}
-    optimizer.turn_off_cpu_offload()
-    optimizer.turn_on_cpu_offload()
-    step(parameters, optimizer, 2)
-    assert set(storages(optimizer)) == {0}
-
-
-def test_deleting_frees_everything_at_once(simulated: LanesDevice) -> None:
-    parameters, optimizer = twins(False)
-    optimizer.turn_on_cpu_offload()
-    step(parameters, optimizer, 0)
-    assert optimizer._hollow is not None
-    gone = [weakref.ref(optimizer), weakref.ref(optimizer._hollow)]
-    gone += [weakref.ref(carrier) for carrier in optimizer._hollow.carriers.all()]  # type: ignore[arg-type]
-    gc.disable()
-    try:
-        del optimizer
-        assert [reference() for reference in gone] == [None] * 3
-    finally:
-        gc.enable()
-
-
-def test_in_host_memory_there_is_nothing_to_offload() -> None:
-    one, theirs = twins(False)
-    other, ours = twins(False)
-    ours.turn_on_cpu_offload()
-    for seed in range(2):
-        step(one, theirs, seed)
-        step(other, ours, seed)
-    assert ours.cpu_offload
-    assert ours.host_buffers() == []
-    assert 0 not in storages(ours)
-    with pytest.raises(RuntimeError, match="before checkpoint save"):
-        ours.state_dict()
-    ours.turn_off_cpu_offload()
-    ours.load_state_dict(ours.state_dict())
-    assert_same(one, other)
+# ---- Owners -------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(1, 1e9), max_size=20), st.integers(1, 8))

@@ -384,6 +384,28 @@ def test_sums_over_a_group_are_refused_in_parts_and_work_in_one(lanes_device: La
 # ---- State ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor", "third-party"])
+def test_state_that_is_made_batch_by_batch_lies_in_few_buffers(lanes_device: LanesDevice, name: str) -> None:
+    parameters = [torch.randn(32, 48, device=lanes_device.device).requires_grad_() for _ in range(24)]
+    kind: Any = Counting if name == "third-party" else getattr(torch.optim, name)
+    optimizer = kind(parameters, **({"momentum": 0.9} if name == "SGD" else {}))
+    handle = outboard.offload_state(optimizer, batches=12)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    used = sum(buffer.numel() for buffer in handle.host_buffers())
+    travelling = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+    )
+    assert used >= travelling
+    # What Adafactor keeps is not like the parameter, and cannot be foreseen to the byte.
+    assert len(handle.host_buffers()) <= (3 if name == "Adafactor" else 1)
+    assert handle.stats()["host_bytes"] < travelling + (1 << 16)
+
+
 def test_existing_state_is_taken_to_the_host_and_back(lanes_device: LanesDevice) -> None:
     plain, offloaded = make_model(lanes_device), make_model(lanes_device)
     theirs, ours = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(offloaded.parameters())

@@ -110,6 +110,8 @@ class Batch:
     parameters: list[torch.Tensor] = field(default_factory=list)
     #: Of the arena, as far as it is known.
     nbytes: int = 0
+    #: Parameters that have no state yet, and the bytes that it will have where that is known.
+    unborn: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
 
     @property
     def which(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,10 +119,13 @@ class Residence:
 
     # ---- Slots -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, wanted: Sequence[Entry], carrier: Carrier) -> list[Item]:
-        """Make items, side by side in host memory, for (parameter, key, a tensor like it); their values are unset."""
+    def reserve(self, wanted: Sequence[Entry], carrier: Carrier, coming: Sequence[int] = ()) -> list[Item]:
+        """Make items, side by side in host memory, for (parameter, key, a tensor like it); their values are unset.
+
+        There is room beside them for those of the sizes in `coming`, in bytes.
+        """
         names = [f"{key} of {self.name_of(parameter)}" for parameter, key, _ in wanted]
-        slots = carrier.shuttle.reserve(names, [nbytes(value) for _, _, value in wanted])
+        slots = carrier.shuttle.reserve(names, [nbytes(value) for _, _, value in wanted], list(coming))
         made = []
         for (parameter, key, value), name, slot in zip(wanted, names, slots, strict=True):
             item = make_item(name, key, value, slot, carrier.shuttle)
@@ -324,12 +327,12 @@ class Residence:
                 fresh.append((parameter, new))
         return self.sort_out(fresh) if fresh else []
 
-    def bear(self, batch: Batch, born: list[Entry]) -> None:
-        """Send state home that the optimizer has just made on the device."""
+    def bear(self, batch: Batch, born: list[Entry], following: Iterable[Batch]) -> None:
+        """Send state home that the optimizer has just made on the device, ahead of what is to come in other batches."""
         carrier = batch.carrier
         # Of one dtype side by side, so that they travel in few copies.
         born = sorted(born, key=lambda one: str(one[2].dtype))
-        items = self.reserve(born, carrier)
+        items = self.reserve(born, carrier, self._coming(born, following))
         carrier.shuttle.bear([item.slot for item in items])
         in_use = max((other.offset + padded(other.nbytes) for other in self._items_in(batch, items)), default=0)
         end = lay_out(items, in_use)
@@ -344,6 +347,17 @@ class Residence:
             carrier.send_apart(dict(zip(items, (value for _, _, value in born), strict=True)))
         for item, (parameter, key, _) in zip(items, born, strict=True):
             self.state.raw(parameter)[key] = item.host
+
+    def _coming(self, born: list[Entry], following: Iterable[Batch]) -> list[int]:
+        """Return the bytes of state that batches are about to make: as is known, or else as what has just been made."""
+        made = sum(nbytes(value) for _, _, value in born)
+        of = sum(nbytes(parameter) for parameter in {parameter for parameter, _, _ in born})
+        return [
+            made * nbytes(parameter) // of if size is None else size
+            for batch in following
+            for parameter, size in batch.unborn
+            if parameter.grad is not None and local(parameter).numel() >= self.options.min_numel
+        ]
 
     def bear_apart(self, carrier: Carrier, born: list[Entry]) -> None:
         """As `bear`, of a parameter that was asked for out of turn."""
@@ -371,9 +385,12 @@ class Residence:
         self._names.update(_names(groups))
         self.look_ahead(optimizer)
         by_carrier: dict[Carrier, list[tuple[torch.Tensor, int]]] = {}
+        known: set[torch.Tensor] = set()
         for index, group in enumerate(groups):
             for parameter in group["params"]:
                 carrier = self.carrier_for(parameter)
+                if self._expected.get((index, parameter.dtype, parameter.dim())) is not None:
+                    known.add(parameter)
                 if carrier is not None:
                     by_carrier.setdefault(carrier, []).append((parameter, self._bytes_of(index, parameter)))
         plan = Plan([], {}, order)
@@ -387,6 +404,11 @@ class Residence:
                 for item in items:
                     item.forget()
                 batch.nbytes = max(lay_out(items, 0), sum(sized[at][1] for at in run))
+                batch.unborn = [
+                    (parameter, size if parameter in known else None)
+                    for parameter, size in (sized[at] for at in run)
+                    if not self.state.has(parameter)
+                ]
                 plan.batches.append(batch)
                 plan.batch_of.update(dict.fromkeys(batch.parameters, batch))
             carrier.arena_bytes = max((b.nbytes for b in plan.batches if b.carrier is carrier), default=0)

@@ -307,7 +307,7 @@ def offload_state(
         Any that loops over `self.param_groups` and looks up `self.state[parameter]`, as torch's own do. Its state may
         exist already.
     batches : int, optional
-        The number of batches of a step, about equal in bytes.
+        The number of batches of a step, about equal in bytes; a parameter is in one.
     batch_bytes : int, optional
         Instead: the most bytes of a batch (a parameter with more is a batch of its own); 448 MiB unless given. Two
         batches are on the device at once.

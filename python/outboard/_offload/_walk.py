@@ -200,7 +200,7 @@ class StateWalk:
                 _end_views(load)
             del self._there[batch]
             if born:
-                self._residence.bear(batch, born)
+                self._residence.bear(batch, born, self.plan.after(batch))
         else:
             batch.carrier.discard(list(self._coming.pop(batch, _Load()).views))
 
