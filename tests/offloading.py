@@ -61,10 +61,12 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
                 assert value == right[key]
 
 
-def hazards(handle: outboard.StateOffload) -> list[str]:
-    """Return what copies have touched in no order, on a device that is made of host memory."""
-    assert handle._residence is not None
-    return [hazard for carrier in handle._residence.carriers.all() for hazard in carrier.shuttle.hazards()]
+def hazards(owner: outboard.StateOffload | outboard.Muon) -> list[str]:
+    """Return what copies have touched in no order; of CUDA it is not known."""
+    kept = owner._hollow if isinstance(owner, outboard.Muon) else owner._residence
+    assert kept is not None
+    carriers = [carrier for carrier in kept.carriers.all() if carrier.device.type != "cuda"]
+    return [hazard for carrier in carriers for hazard in carrier.shuttle.hazards()]
 
 
 class Counting(torch.optim.Optimizer):
