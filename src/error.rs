@@ -35,8 +35,8 @@ pub enum Error {
     #[error("{0}")]
     UnsupportedType(String),
 
-    /// Memory for state could not be mapped.
-    #[error("cannot map {bytes} bytes of host memory for optimizer state: {cause}")]
+    /// Host memory could not be mapped.
+    #[error("cannot map {bytes} bytes of host memory: {cause}")]
     OutOfMemory {
         /// Bytes asked for.
         bytes: usize,
@@ -102,6 +102,24 @@ pub enum Error {
         asked: &'static str,
         /// From where that is possible.
         wanted: &'static str,
+    },
+
+    /// A pool of host memory has no buffer left, and may map no more.
+    #[error(
+        "cannot lend {asked} bytes of host memory ({rounded} as rounded): the pool holds {held} of {allowed} bytes allowed, \
+         {live} of them lent; release buffers, or raise max_bytes"
+    )]
+    PoolLimit {
+        /// Bytes asked for.
+        asked: usize,
+        /// Bytes of the buffer that it takes.
+        rounded: usize,
+        /// Bytes mapped.
+        held: usize,
+        /// Bytes of buffers that are lent.
+        live: usize,
+        /// Bytes that may be mapped.
+        allowed: usize,
     },
 
     /// CUDA is not there, or a call to it failed.

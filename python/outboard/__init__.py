@@ -14,12 +14,14 @@ if _sysconfig.get_config_var("Py_GIL_DISABLED"):
 
 from outboard import doctor
 from outboard._adam import Adam, AdamW
+from outboard._host_pool import HostPool
 from outboard._native import (
     DeviceError,
     ForkedError,
     NonFiniteError,
     OutboardError,
     PoisonedError,
+    PoolLimitError,
     StateError,
     WorkerError,
     build_info,
@@ -48,6 +50,7 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "AdamW",
     "Adam",
+    "HostPool",
     "Muon",
     "StateOffload",
     "add_chunks_to_trace",
@@ -64,5 +67,6 @@ __all__ = [
     "ForkedError",
     "DeviceError",
     "StateError",
+    "PoolLimitError",
     "__version__",
 ]

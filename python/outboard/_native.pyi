@@ -13,11 +13,13 @@ __all__ = [
     "ForkedError",
     "DeviceError",
     "StateError",
+    "PoolLimitError",
     "Core",
     "StepOutcome",
     "GroupSettings",
     "Plane",
     "StateShuttle",
+    "HostPool",
     "build_info",
     "cuda_status",
     "default_threads",
@@ -34,6 +36,7 @@ class NonFiniteError(OutboardError): ...
 class ForkedError(OutboardError): ...
 class DeviceError(OutboardError): ...
 class StateError(OutboardError): ...
+class PoolLimitError(OutboardError): ...
 
 @final
 class Plane:
@@ -71,6 +74,21 @@ class StateShuttle:
     def stats(self) -> dict[str, Any]: ...
     def hazards(self) -> list[str]: ...
     def close(self) -> None: ...
+
+@final
+class HostPool:
+    def __new__(
+        cls,
+        device: int | None = None,
+        *,
+        max_bytes: int | None = None,
+        threads: int | None = None,
+        must_pin: bool = False,
+    ) -> HostPool: ...
+    def acquire(self, bytes: int) -> Any: ...
+    def release(self, address: int, event: Any | None = None) -> None: ...
+    def trim(self) -> int: ...
+    def stats(self) -> dict[str, Any]: ...
 
 @final
 class StepOutcome:

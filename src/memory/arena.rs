@@ -239,7 +239,7 @@ impl Slab {
 }
 
 /// Writes one byte to every page, in parallel.
-fn touch(mapping: &Mapping, pool: &WorkerPool) -> Result<()> {
+pub(super) fn touch(mapping: &Mapping, pool: &WorkerPool) -> Result<()> {
     const PIECE: usize = 4 * HUGE_PAGE;
     let page = page_size();
     let starts = (0..mapping.bytes()).step_by(PIECE);

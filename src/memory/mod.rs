@@ -2,6 +2,7 @@
 //! parameters nor steps.
 
 mod arena;
+pub mod host_pool;
 mod layout;
 mod span;
 mod strided;

@@ -63,6 +63,7 @@ const BFLOAT: u8 = 4;
 
 pub(super) const FLOAT32: DLDataType = DLDataType { code: FLOAT, bits: 32, lanes: 1 };
 pub(super) const FLOAT16: DLDataType = DLDataType { code: FLOAT, bits: 16, lanes: 1 };
+pub(super) const UINT8: DLDataType = DLDataType { code: UINT, bits: 8, lanes: 1 };
 pub(super) const BFLOAT16: DLDataType = DLDataType { code: BFLOAT, bits: 16, lanes: 1 };
 
 /// Fills the `DLTensor` from a Python tensor, without ownership: valid while the tensor is and is not resized.
@@ -168,18 +169,58 @@ impl DLElement for i16 {
     const DTYPE: DLDataType = DLDataType { code: INT, bits: 16, lanes: 1 };
 }
 impl DLElement for u8 {
-    const DTYPE: DLDataType = DLDataType { code: UINT, bits: 8, lanes: 1 };
+    const DTYPE: DLDataType = UINT8;
 }
 impl DLElement for bf16 {
     const DTYPE: DLDataType = BFLOAT16;
 }
 
-/// What a capsule owns: the shape that its tensor points to, and the memory behind it.
-struct Owner {
+/// What a capsule owns: the shape that its tensor points to, and what keeps the memory behind it.
+struct Owner<M> {
     tensor: DLManagedTensor,
     sizes: Vec<i64>,
     strides: Vec<i64>,
-    _memory: SlabHandle,
+    _memory: M,
+}
+
+/// A capsule, for `torch.from_dlpack`, of the elements from `start` on, which `memory` keeps.
+pub(super) fn capsule<M: Send + 'static>(
+    py: Python<'_>,
+    start: NonNull<c_void>,
+    dtype: DLDataType,
+    sizes: Vec<i64>,
+    strides: Vec<i64>,
+    memory: M,
+) -> PyResult<Bound<'_, PyAny>> {
+    let ndim = i32::try_from(sizes.len()).map_err(|_| PyBufferError::new_err("too many dimensions"))?;
+    let tensor = DLTensor {
+        data: start.as_ptr(),
+        device: DLDevice { device_type: CPU, device_id: 0 },
+        ndim,
+        dtype,
+        shape: std::ptr::null_mut(),
+        strides: std::ptr::null_mut(),
+        byte_offset: 0,
+    };
+    let tensor = DLManagedTensor { dl_tensor: tensor, manager_ctx: std::ptr::null_mut(), deleter: Some(delete::<M>) };
+    let mut owner = Box::new(Owner { tensor, sizes, strides, _memory: memory });
+    owner.tensor.dl_tensor.shape = owner.sizes.as_mut_ptr();
+    owner.tensor.dl_tensor.strides = owner.strides.as_mut_ptr();
+    let owner = Box::into_raw(owner);
+    // SAFETY: `owner` is a live allocation that the capsule owns from here on.
+    let tensor = unsafe {
+        (*owner).tensor.manager_ctx = owner.cast();
+        &raw mut (*owner).tensor
+    };
+    // SAFETY: a fresh capsule over a live pointer under a static name; `destroy` fits what it holds.
+    let capsule = unsafe { ffi::PyCapsule_New(tensor.cast(), UNUSED.as_ptr(), Some(destroy)) };
+    if capsule.is_null() {
+        // SAFETY: nobody else has seen the tensor; this is its only deletion.
+        unsafe { delete::<M>(tensor) };
+        return Err(PyErr::fetch(py));
+    }
+    // SAFETY: a new reference that is not null.
+    Ok(unsafe { Bound::from_owned_ptr(py, capsule) })
 }
 
 /// Memory of the arena, for `torch.from_dlpack`: a tensor over it that keeps it mapped and copies nothing.
@@ -221,42 +262,8 @@ impl PyPlane {
                 .map(|&v| i64::try_from(v).map_err(|_| PyBufferError::new_err("dimension beyond 2^63")))
                 .collect()
         };
-        let mut owner = Box::new(Owner {
-            tensor: DLManagedTensor {
-                dl_tensor: DLTensor {
-                    data: self.start.as_ptr(),
-                    device: DLDevice { device_type: CPU, device_id: 0 },
-                    ndim: i32::try_from(self.layout.sizes.len())
-                        .map_err(|_| PyBufferError::new_err("too many dimensions"))?,
-                    dtype: self.dtype,
-                    shape: std::ptr::null_mut(),
-                    strides: std::ptr::null_mut(),
-                    byte_offset: 0,
-                },
-                manager_ctx: std::ptr::null_mut(),
-                deleter: Some(delete),
-            },
-            sizes: signed(&self.layout.sizes)?,
-            strides: signed(&self.layout.strides)?,
-            _memory: self.memory.clone(),
-        });
-        owner.tensor.dl_tensor.shape = owner.sizes.as_mut_ptr();
-        owner.tensor.dl_tensor.strides = owner.strides.as_mut_ptr();
-        let owner = Box::into_raw(owner);
-        // SAFETY: `owner` is a live allocation that the capsule owns from here on.
-        let tensor = unsafe {
-            (*owner).tensor.manager_ctx = owner.cast();
-            &raw mut (*owner).tensor
-        };
-        // SAFETY: a fresh capsule over a live pointer under a static name; `destroy` fits what it holds.
-        let capsule = unsafe { ffi::PyCapsule_New(tensor.cast(), UNUSED.as_ptr(), Some(destroy)) };
-        if capsule.is_null() {
-            // SAFETY: nobody else has seen the tensor; this is its only deletion.
-            unsafe { delete(tensor) };
-            return Err(PyErr::fetch(py));
-        }
-        // SAFETY: a new reference that is not null.
-        Ok(unsafe { Bound::from_owned_ptr(py, capsule) })
+        let (sizes, strides) = (signed(&self.layout.sizes)?, signed(&self.layout.strides)?);
+        capsule(py, self.start, self.dtype, sizes, strides, self.memory.clone())
     }
 
     #[allow(clippy::unused_self)] // the protocol calls it on the object
@@ -271,21 +278,24 @@ const UNUSED: &CStr = c"dltensor";
 /// Frees a tensor that a consumer is done with.
 ///
 /// # Safety
-/// `tensor` came from `PyPlane::__dlpack__` and is not used afterwards.
-unsafe extern "C" fn delete(tensor: *mut DLManagedTensor) {
-    // SAFETY: `manager_ctx` is the box that `__dlpack__` leaked, and this is its only return.
-    drop(unsafe { Box::from_raw((*tensor).manager_ctx.cast::<Owner>()) });
+/// `tensor` came from [`capsule`] with this `M` and is not used afterwards.
+unsafe extern "C" fn delete<M>(tensor: *mut DLManagedTensor) {
+    // SAFETY: `manager_ctx` is the box that `capsule` leaked, and this is its only return.
+    drop(unsafe { Box::from_raw((*tensor).manager_ctx.cast::<Owner<M>>()) });
 }
 
 /// Frees a capsule; its tensor too if nobody took it over (a consumer renames the capsule).
 ///
 /// # Safety
-/// Called by Python once, with a capsule made by `PyPlane::__dlpack__`.
+/// Called by Python once, with a capsule made by [`capsule`].
 unsafe extern "C" fn destroy(capsule: *mut ffi::PyObject) {
     // SAFETY: a live capsule; the pointer it holds under this name is the tensor it owns.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, UNUSED.as_ptr()) == 1 {
-            delete(ffi::PyCapsule_GetPointer(capsule, UNUSED.as_ptr()).cast());
+            let tensor: *mut DLManagedTensor = ffi::PyCapsule_GetPointer(capsule, UNUSED.as_ptr()).cast();
+            if let Some(delete) = (*tensor).deleter {
+                delete(tensor);
+            }
         }
     }
 }

@@ -44,6 +44,13 @@ create_exception!(
     "State was asked for what it cannot do where it is (on the host, on the device or on its way). Nothing was changed."
 );
 
+create_exception!(
+    outboard,
+    PoolLimitError,
+    OutboardError,
+    "A pool of host memory has no buffer left and may map no more. Release buffers, or raise `max_bytes`."
+);
+
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         let message = error.to_string();
@@ -57,6 +64,7 @@ impl From<Error> for PyErr {
             Error::NonFinite { .. } => NonFiniteError::new_err(message),
             Error::Forked { .. } => ForkedError::new_err(message),
             Error::Transition { .. } => StateError::new_err(message),
+            Error::PoolLimit { .. } => PoolLimitError::new_err(message),
             Error::Cuda(_) => DeviceError::new_err(message),
         }
     }
@@ -71,5 +79,6 @@ pub(super) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("NonFiniteError", py.get_type::<NonFiniteError>())?;
     module.add("ForkedError", py.get_type::<ForkedError>())?;
     module.add("DeviceError", py.get_type::<DeviceError>())?;
-    module.add("StateError", py.get_type::<StateError>())
+    module.add("StateError", py.get_type::<StateError>())?;
+    module.add("PoolLimitError", py.get_type::<PoolLimitError>())
 }

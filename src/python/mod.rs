@@ -8,6 +8,7 @@ mod cuda;
 mod dlpack;
 mod errors;
 mod groups;
+mod host_pool;
 mod info;
 mod lanes;
 mod masters;
@@ -31,6 +32,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<overlap::GroupSettings>()?;
     module.add_class::<dlpack::PyPlane>()?;
     module.add_class::<shuttle::StateShuttle>()?;
+    module.add_class::<host_pool::PyHostPool>()?;
     module.add_function(wrap_pyfunction!(info::build_info, module)?)?;
     module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;
     module.add_function(wrap_pyfunction!(info::default_threads, module)?)?;

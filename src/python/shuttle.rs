@@ -36,7 +36,7 @@ macro_rules! on {
 
 /// The GPU of this number, for all shuttles, and for good: torch's allocator asks the streams of copies when memory that
 /// they have used comes free, which may be long after a shuttle has gone. A stream that was destroyed crashes it.
-fn shared_device(ordinal: u32) -> Result<Arc<CudaDevice>> {
+pub(super) fn shared_device(ordinal: u32) -> Result<Arc<CudaDevice>> {
     static DEVICES: Mutex<Vec<(u32, Arc<CudaDevice>)>> = Mutex::new(Vec::new());
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, device)) = devices.iter().find(|(known, _)| *known == ordinal) {
