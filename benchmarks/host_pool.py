@@ -1,4 +1,4 @@
-"""Measure `outboard.HostPool`: microseconds of lending a cached buffer and taking it back, beside torch's own allocation."""
+"""Measure `outboard.HostPool`: microseconds of lending a cached buffer and taking it back."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ if _sysconfig.get_config_var("Py_GIL_DISABLED"):
     )
 
 from outboard import doctor
+from outboard._activations import ActivationError, ActivationOffload, offload_activations
 from outboard._adam import Adam, AdamW
 from outboard._host_pool import HostPool
 from outboard._native import (
@@ -48,6 +49,7 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "ActivationOffload",
     "AdamW",
     "Adam",
     "HostPool",
@@ -58,6 +60,7 @@ __all__ = [
     "checkpoint",
     "doctor",
     "muon",
+    "offload_activations",
     "offload_state",
     "build_info",
     "OutboardError",
@@ -68,5 +71,6 @@ __all__ = [
     "DeviceError",
     "StateError",
     "PoolLimitError",
+    "ActivationError",
     "__version__",
 ]

@@ -1,7 +1,9 @@
 //! The engine: parameter slots, chunks, and the step that brings them together with weights and gradients. It knows
 //! neither Python nor torch; all its memory accesses are safe, through `memory`'s views and planes.
 
+mod caller;
 mod chunk;
+pub mod ferry;
 pub mod lanes;
 mod master;
 mod norm;

@@ -44,6 +44,12 @@ pub(super) struct PyHostPool {
     pool: host_pool::HostPool,
 }
 
+impl PyHostPool {
+    pub(super) fn pool(&self) -> host_pool::HostPool {
+        self.pool.clone()
+    }
+}
+
 #[pymethods]
 impl PyHostPool {
     #[new]

@@ -7,6 +7,7 @@ mod core;
 mod cuda;
 mod dlpack;
 mod errors;
+mod ferry;
 mod groups;
 mod host_pool;
 mod info;
@@ -33,6 +34,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<dlpack::PyPlane>()?;
     module.add_class::<shuttle::StateShuttle>()?;
     module.add_class::<host_pool::PyHostPool>()?;
+    module.add_class::<ferry::PyFerry>()?;
     module.add_function(wrap_pyfunction!(info::build_info, module)?)?;
     module.add_function(wrap_pyfunction!(info::cuda_status, module)?)?;
     module.add_function(wrap_pyfunction!(info::default_threads, module)?)?;

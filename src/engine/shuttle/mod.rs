@@ -21,6 +21,7 @@ mod slot;
 mod tests;
 mod travel;
 
+pub use super::caller::Caller;
 pub use slot::Place;
 
 use crate::device::{Device, Stream};
@@ -46,15 +47,6 @@ impl Default for ShuttleOptions {
     fn default() -> Self {
         Self { pin: None, piece_bytes: 16 << 20 }
     }
-}
-
-/// In whose order the caller works.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Caller {
-    /// A stream, by its handle: it is ordered, and nothing waits on the host.
-    Stream(usize),
-    /// The calling thread itself, on a device whose memory is the host's: calls wait.
-    Host,
 }
 
 /// Counts and sizes.

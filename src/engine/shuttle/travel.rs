@@ -42,10 +42,8 @@ impl<D: Device> Shuttle<D> {
         self.require(wanted.iter().map(|(id, _)| *id), &places, "bring", "on the host or on its way home")?;
         self.check_spans(&wanted, "bring")?;
         self.movements.prune(&*self.device)?;
-        if let Some(Caller::Stream(handle)) = after {
-            let event = self.device.event()?;
-            self.device.record(&event, Stream::Foreign(handle))?;
-            self.device.order(Stream::StateIn, &event)?;
+        if let Some(caller) = after {
+            caller.lead(&*self.device, Stream::StateIn)?;
         }
         self.travel(wanted, true)
     }
@@ -61,11 +59,7 @@ impl<D: Device> Shuttle<D> {
         self.require(wanted.iter().map(|(id, _)| *id), &[Place::Device], "send", "on the device")?;
         self.check_spans(&wanted, "send")?;
         self.movements.prune(&*self.device)?;
-        if let Caller::Stream(handle) = caller {
-            let event = self.device.event()?;
-            self.device.record(&event, Stream::Foreign(handle))?;
-            self.device.order(Stream::StateOut, &event)?;
-        }
+        caller.lead(&*self.device, Stream::StateOut)?;
         self.travel(wanted, false)
     }
 
@@ -211,14 +205,6 @@ impl<D: Device> Shuttle<D> {
         }
     }
 
-    /// Lets the caller follow an event.
-    fn follow(&self, caller: Caller, event: &D::Event) -> Result<()> {
-        match caller {
-            Caller::Stream(handle) => self.device.order(Stream::Foreign(handle), event),
-            Caller::Host => self.device.wait(event),
-        }
-    }
-
     /// Lets the caller's stream wait for slots that are on their way in: they are on the device, for what it is given from
     /// now on.
     ///
@@ -233,7 +219,7 @@ impl<D: Device> Shuttle<D> {
         }
         // Copies in are done in the order of their numbers: the last stands for all.
         if let Some(event) = self.movements.arrival(last) {
-            self.follow(caller, event)?;
+            caller.follow(&*self.device, event)?;
         }
         for &id in ids {
             self.slot_mut(id).place = Place::Device;
@@ -297,7 +283,7 @@ impl<D: Device> Shuttle<D> {
     pub fn claim(&mut self, address: usize, bytes: usize, caller: Caller) -> Result<()> {
         self.begin()?;
         let users = self.movements.users(&(address..address.saturating_add(bytes)));
-        users.iter().try_for_each(|event| self.follow(caller, event))
+        users.iter().try_for_each(|event| caller.follow(&*self.device, event))
     }
 
     /// Waits on the host until no copy touches these slots' host memory. Those on their way home are on the host then;
