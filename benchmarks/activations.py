@@ -34,11 +34,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     adamw = outboard.AdamW(model.parameters(), lr=1e-4).attach(model) if optimizer == "adamw" else None
     handle = None
     if count != "none":
-        handle = outboard.offload_activations(model, fraction=float(count), prefetch=options.prefetch)
+        fraction = count if count == "auto" else float(count)
+        handle = outboard.offload_activations(model, fraction=fraction, prefetch=options.prefetch)
     context = MODELS[options.model].context
     generator = torch.Generator(device="cuda").manual_seed(0)
-    times, activations, peaks, losses = [], [], [], []
-    for _ in range(options.warmup + options.steps):
+    times: list[float] = []
+    activations, peaks, losses = [], [], []
+    warmup = options.warmup
+    while len(times) < warmup + options.steps:
+        if len(times) == warmup and handle is not None and not handle.plan()["is_settled"] and warmup < 100:
+            # Until it has chosen.
+            warmup += 1
         tokens = torch.randint(
             MODELS[options.model].vocabulary, (options.batch, context), device="cuda", generator=generator
         )
@@ -59,11 +65,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         peaks.append(torch.cuda.max_memory_allocated() - before)
     return {
-        "ms": times[options.warmup :],
+        "ms": times[warmup:],
         "losses": losses,
-        "activations": max(activations),
-        "peak": max(peaks),
+        "activations": max(activations[warmup:]),
+        "peak": max(peaks[warmup:]),
         "stats": None if handle is None else handle.stats(),
+        "plan": None if handle is None else handle.plan(),
     }
 
 
@@ -84,6 +91,9 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         stats = runs[0]["stats"]
         out = "" if stats is None else f"{sum(stats['blocks'].values()) / GIB:.2f}"
         lines.append(f"| {side} | {middle[side]:.1f} | {ratio} | {kept:.2f} | {fewer} | {peak:.2f} | {out} |")
+    for side, runs in results.items():
+        if side.endswith("auto"):
+            lines += ["", f"{side}: {runs[0]['plan']['why']}; {len(runs[0]['plan']['blocks'])} blocks leave."]
     return "\n".join(lines)
 
 
@@ -96,7 +106,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--sides", nargs="+", default=["none", "0.17", "1", "adamw+none", "adamw+0.17", "adamw+1"])
+    parser.add_argument(
+        "--sides", nargs="+", default=["none", "auto", "0.17", "1", "adamw+none", "adamw+auto", "adamw+1"]
+    )
     parser.add_argument("--json", type=Path, help="write every figure there")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()

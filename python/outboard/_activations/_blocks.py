@@ -84,5 +84,9 @@ def spaced(names: list[str], fraction: Any) -> set[str]:
         raise TypeError(f"fraction must be a number, not {fraction!r}")
     if not 0.0 <= float(fraction) <= 1.0:
         raise ValueError(f"Invalid fraction: {fraction} (from 0 to 1)")
-    count = round(float(fraction) * len(names))
-    return {names[index * len(names) // count] for index in range(count)}
+    return {names[index] for index in evenly(len(names), round(float(fraction) * len(names)))}
+
+
+def evenly(length: int, count: int) -> list[int]:
+    """Return so many indices of a list, evenly spaced from the first on."""
+    return [index * length // count for index in range(count)]

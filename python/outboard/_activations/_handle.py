@@ -12,9 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from outboard import _sharded
 from outboard._activations._blocks import Chosen, choose, spaced
 from outboard._activations._line import Line
-from outboard._activations._saved import Group, Run, Saved, extent, take
+from outboard._activations._policy import Auto, DeviceMeter, HostMeter, Link
+from outboard._activations._saved import Group, Run, Saved, bytes_of_runs, extent, take
 from outboard._arguments import check_choice, check_count
 from outboard._host_pool import HostPool
+from outboard._lanes import LaneOptions
 from outboard._offload._carrier import can_offload
 
 MIB = 1 << 20
@@ -90,13 +92,14 @@ class ActivationOffload:
         *,
         prefetch: int,
         sends: set[str],
+        auto: Auto | None,
         min_bytes: int,
         packed: bool,
         max_crossing_bytes: int | None,
         pool: HostPool,
     ) -> None:
         self.pool = pool
-        self._prefetch, self._sends = prefetch, sends
+        self._prefetch, self._sends, self._auto = prefetch, sends, auto
         self._min_bytes, self._packed, self._cap = min_bytes, packed, max_crossing_bytes
         self._running = _Running()
         self._lines: dict[torch.device, Line] = {}
@@ -121,8 +124,13 @@ class ActivationOffload:
                 opened[1].__exit__(None, None, None)
         self._running.open.clear()
         self._running.forward = _Forward(self._prefetch)
+        if self._auto is not None and torch.is_grad_enabled():
+            self._auto.begin()
+            self._sends = self._auto.sends
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._auto is not None and torch.is_grad_enabled() and output is not None:
+            self._auto.end()
         if self._running.forward is not None:
             # The rest are outputs of the last block, which the loss is computed from.
             self._running.forward.carried.clear()
@@ -195,6 +203,9 @@ class ActivationOffload:
                 if saved.run is not None:
                     forward.known[storage.data_ptr()] = (weakref.ref(storage), saved.version, weakref.ref(saved.run))
         self._blocks[group.name] = group.sent_bytes
+        if self._auto is not None and not self._auto.is_settled:
+            own = [saved for saved in entries if saved.group is group]
+            self._auto.bytes_of[group.name] = group.sent_bytes or bytes_of_runs(own)
 
     def _is_known(self, forward: _Forward, saved: Saved) -> bool:
         """Let a tensor go that has left with an earlier block; says whether it has."""
@@ -237,6 +248,21 @@ class ActivationOffload:
             total["peak_crossing_bytes"] += line.peak_crossing_bytes
         total |= {"blocks": dict(self._blocks), "kept_bytes": self._kept_bytes}
         return total | {"under_other_hooks": self._other_hooks, "pool": self.pool.stats()}
+
+    def plan(self) -> dict[str, Any]:
+        """Return which blocks' activations leave, and why.
+
+        Returns
+        -------
+        dict
+            ``blocks``, their names, and ``why``; ``is_settled``. With ``fraction="auto"`` also milliseconds:
+            ``step_ms`` and ``forward_ms`` with nothing away, ``predicted_ms`` and ``measured_ms`` that a step takes
+            longer; ``bytes_away`` and ``bytes_of_all`` blocks.
+        """
+        if self._auto is not None:
+            return self._auto.plan()
+        names = [name for name in self._blocks if name in self._sends]
+        return {"is_settled": True, "blocks": names, "why": f"{len(names)} of {len(self._blocks)} blocks, as asked"}
 
     def remove(self) -> None:
         """End it: later forwards keep their activations on the device. What has left comes back as it would."""
@@ -288,7 +314,9 @@ def offload_activations(
     model: torch.nn.Module,
     blocks: Chosen | None = None,
     *,
-    fraction: float = 1.0,
+    fraction: float | str = 1.0,
+    max_slowdown: float = 0.05,
+    target_bytes: int | None = None,
     prefetch: int = 1,
     keep_last: int = 1,
     min_bytes: int = MIB,
@@ -308,8 +336,15 @@ def offload_activations(
     blocks : optional
         The modules whose saved tensors leave: names (with wildcards, such as ``["layers.*"]``) and modules, or a
         function of a name and its module. Unless given: the entries of the largest list of modules that are alike.
-    fraction : float
-        How many of these blocks, from 0 to 1: evenly spaced, so that copies run beside the blocks between.
+    fraction : float or "auto"
+        How many of these blocks, from 0 to 1: evenly spaced, so that copies run beside the blocks between. ``"auto"``
+        measures some steps and the link, predicts how many fit, checks that and corrects it; see `plan`. It takes each
+        call of the model for a step.
+    max_slowdown : float
+        For ``"auto"``: how much longer a step may take.
+    target_bytes : int, optional
+        For ``"auto"``, instead: the fewest blocks that leave at most so many bytes of the blocks' activations on the
+        device, whatever that takes.
     prefetch : int
         Blocks that come back ahead of the one that backward is in, of those whose tensors have left.
     keep_last : int
@@ -341,13 +376,41 @@ def offload_activations(
     found = choose(model, blocks)
     last = 0 if keep_last == 0 else check_count("keep_last", keep_last, 2**20)
     names = [name for name, _ in found]
+    names = names[: max(len(names) - last, 0)]
+    pool = HostPool() if pool is None else pool
+    auto = None
+    if fraction == "auto":
+        auto = _auto(model, names, max_slowdown, target_bytes, pool)
     return ActivationOffload(
         model,
         found,
         prefetch=0 if prefetch == 0 else check_count("prefetch", prefetch, 2**20),
-        sends=spaced(names[: max(len(names) - last, 0)], fraction),
+        sends=set() if auto is not None else spaced(names, fraction),
+        auto=auto,
         min_bytes=0 if min_bytes == 0 else check_count("min_bytes", min_bytes, 2**62),
         packed=packed,
         max_crossing_bytes=None if max_crossing_bytes is None else check_count("bytes", max_crossing_bytes, 2**62),
-        pool=HostPool() if pool is None else pool,
+        pool=pool,
     )
+
+
+def _auto(
+    model: torch.nn.Module, names: list[str], max_slowdown: Any, target_bytes: int | None, pool: HostPool
+) -> Auto:
+    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
+        raise TypeError(f"max_slowdown must be a number, not {max_slowdown!r}")
+    if not max_slowdown >= 0:
+        raise ValueError(f"Invalid max_slowdown: {max_slowdown} (such as 0.05)")
+    target = None if target_bytes is None else check_count("target_bytes", target_bytes, 2**62)
+    device = next((_sharded.local(one).device for one in model.parameters() if can_offload(one)), torch.device("cpu"))
+    if device.type != "cuda" and LaneOptions.simulate is None:
+        names = []
+    links: list[Link] = []
+
+    def rates() -> tuple[float, float] | None:
+        if not links:
+            links.append(Link(device, pool))
+        return links[0].rates()
+
+    meter = DeviceMeter() if device.type == "cuda" else HostMeter()
+    return Auto(names, max_slowdown=max_slowdown, target_bytes=target, meter=meter, rates=rates)

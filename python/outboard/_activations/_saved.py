@@ -321,6 +321,11 @@ def _send_bucket(line: Line, what: str, members: Sequence[Any]) -> tuple[Cargo, 
     return cargo, runs
 
 
+def bytes_of_runs(entries: Sequence[Saved]) -> int:
+    """Return the bytes that tensors would send: each byte of a storage once."""
+    return sum(nbytes for _, _, nbytes, _ in _runs_of([saved for saved in entries if saved.run is None]))
+
+
 def _runs_of(entries: Sequence[Saved]) -> list[tuple[torch.UntypedStorage, int, int, list[Saved]]]:
     """Return the runs of bytes that tensors need, as they were saved first: a storage, start, bytes, and whose."""
     by_storage: dict[int, list[tuple[int, int, int, Saved]]] = {}
