@@ -30,6 +30,8 @@ examples:
   python examples/train_gpt.py --steps 5000 --width 256 --batch 8
                                                     a longer run of a larger model
   python examples/train_gpt.py --resume             go on after Ctrl-C, to the same bits
+  python examples/train_gpt.py --device cuda --offload-activations --width 1024 --layers 12 --context 512
+                                                    activations in host RAM between forward and backward
 """
 INTERRUPTED = 130
 USAGE = 2
@@ -93,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
         choices=["auto", "cpu", "cuda"],
         default="auto",
         help="where the model is trained; auto: on a GPU if torch finds one (default: %(default)s)",
+    )
+    result.add_argument(
+        "--offload-activations",
+        action="store_true",
+        help="on a GPU: keep what outboard's side saves for backward in host RAM, of all blocks but the last",
     )
     return result
 

@@ -253,6 +253,27 @@ def test_what_stays(lanes_device: LanesDevice) -> None:
     assert handle.stats()["blocks"] == {"blocks.0": 2048, "blocks.1": 2048, "blocks.2": 2048}
 
 
+def test_buffers_of_the_model_stay(lanes_device: LanesDevice) -> None:
+    class Rotated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Bilinear(8, 8, 8) for _ in range(3))
+            self.register_buffer("table", torch.randn(100, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, self.table[:50])
+            return x.sum()
+
+    plain, offloaded = twins(lanes_device, Rotated)
+    handle = outboard.offload_activations(offloaded, min_bytes=0, keep_last=0)
+    x = torch.randn(50, 8, device=lanes_device.device)
+    assert_same(gradients(plain, x), gradients(offloaded, x))
+    # Each block's input.
+    assert handle.stats()["bytes_out"] == 3 * 50 * 8 * 4
+    assert_empty(handle)
+
+
 def test_what_several_blocks_save_travels_once(lanes_device: LanesDevice) -> None:
     class Crossing(torch.nn.Module):
         def __init__(self) -> None:

@@ -167,6 +167,7 @@ def test_resume_refuses_a_file_that_is_no_checkpoint(refused, tmp_path):
         (["--width", "50"], "--width must be a multiple of 32, got 50"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
         (["--out", "short.txt"], "cannot write to --out short.txt"),
+        (["--offload-activations", "--out", "."], "--offload-activations: this needs a GPU"),
     ],
 )
 def test_bad_input(refused, tmp_path, arguments, message):
@@ -195,14 +196,14 @@ def test_attached_and_resumed_is_as_on_the_cpu(monkeypatch):
 
     from outboard._lanes import LaneOptions
 
-    settings = Settings(**{**SIZES, "steps": 12, "width": 160})
+    settings = Settings(**{**SIZES, "steps": 12, "width": 160, "layers": 2})
     text = load_text(None, settings.context)
     plain = Run("outboard", settings, text)
     while not plain.finished:
         plain.train_step()
 
     def attached():
-        run = Run("outboard", settings, text)
+        run = Run("outboard", settings, text, offload_activations=True)
         run.optimizer.attach(run.model)
         return run
 
@@ -218,6 +219,7 @@ def test_attached_and_resumed_is_as_on_the_cpu(monkeypatch):
     while not second.finished:
         second.train_step()
     assert second.optimizer.stats()["eager_updates"] > 0
+    assert second.activations.stats()["bytes_out"] > 0
     assert second.history.losses == plain.history.losses
     assert second.history.validation == plain.history.validation
     a, b = second.state_dict(), plain.state_dict()

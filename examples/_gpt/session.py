@@ -33,7 +33,7 @@ class Session:
     Parameters
     ----------
     options : argparse.Namespace
-        ``out``, ``save_every``, ``resume`` and ``compare``.
+        ``out``, ``save_every``, ``resume``, ``compare`` and ``offload_activations``.
     asked : dict
         The settings given on the command line.
 
@@ -65,7 +65,11 @@ class Session:
         if state is None:
             self._make_room()
         prepare_torch(self.settings)
-        self.run_outboard = Run("outboard", self.settings, self.text)
+        if options.offload_activations and self.settings.device == "cpu":
+            raise UsageError(
+                "--offload-activations: this needs a GPU; on the CPU activations are in host RAM by themselves"
+            )
+        self.run_outboard = Run("outboard", self.settings, self.text, options.offload_activations)
         if state is not None:
             self.run_outboard.load_state_dict(state)
             self.saved = True

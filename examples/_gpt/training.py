@@ -89,9 +89,11 @@ class Run:
         See there.
     text : Text
         What to learn.
+    offload_activations : bool
+        Whether what blocks save for backward is in host RAM until then.
     """
 
-    def __init__(self, side: Side, settings: Settings, text: Text) -> None:
+    def __init__(self, side: Side, settings: Settings, text: Text, offload_activations: bool = False) -> None:
         self.side = side
         self.settings = settings
         self.text = text
@@ -103,6 +105,7 @@ class Run:
         # threads and finishes a last, incomplete unit with scalar code that rounds exp_avg_sq
         # one ulp differently; there is none where every parameter is whole units long.
         assert all(p.numel() % 16 == 0 for p in self.model.parameters())
+        self.activations = outboard.offload_activations(self.model) if offload_activations else None
         self.optimizer = self._build_optimizer()
         warmup, steps = settings.warmup_steps, settings.steps
         self.scheduler = SequentialLR(

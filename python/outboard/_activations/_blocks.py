@@ -67,7 +67,7 @@ def _layers(model: torch.nn.Module, named: list[tuple[str, torch.nn.Module]]) ->
         children = list(module)
         kinds = {type(child) for child in children}
         size = sum(parameter.numel() for parameter in module.parameters())
-        if len(children) > 1 and len(kinds) == 1 and size > most:
+        if len(kinds) == 1 and size > most:
             best, most = children, size
     chosen = set(map(id, best))
     return [(name, module) for name, module in named if id(module) in chosen]

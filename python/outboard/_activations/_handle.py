@@ -76,6 +76,8 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.forward: _Forward | None = None
+        #: Storages of the model's parameters and buffers, which blocks may be given, too.
+        self.own: set[int] = set()
         self.open: list[tuple[Group, saved_tensors_hooks] | None] = []
 
 
@@ -124,6 +126,7 @@ class ActivationOffload:
                 opened[1].__exit__(None, None, None)
         self._running.open.clear()
         self._running.forward = _Forward(self._prefetch)
+        self._running.own = _storages([*module.parameters(), *module.buffers()])
         if self._auto is not None and torch.is_grad_enabled():
             self._auto.begin()
             self._sends = self._auto.sends
@@ -147,7 +150,8 @@ class ActivationOffload:
             if running.forward is None or (not running.forward.is_alive and not running.forward.carried):
                 running.forward = _Forward(self._prefetch)
             group = running.forward.begin(name, name in self._sends)
-            own = _storages(list(module.parameters()) + list(module.buffers()))
+            # Of the block itself now: FSDP2 has put whole ones in the shards' place.
+            own = running.own | _storages([*module.parameters(), *module.buffers()])
 
             def pack(tensor: torch.Tensor) -> Any:
                 if group.open is None or not _can_leave(tensor) or _address(tensor) in own:
