@@ -1,4 +1,7 @@
-"""`outboard.offload_activations`: gradients to the bit, whatever is saved and whenever backward comes."""
+"""`outboard.offload_activations`: gradients to the bit, whatever is saved and whenever backward comes.
+
+Over 500 lines: independent cases, read one at a time.
+"""
 
 from __future__ import annotations
 
